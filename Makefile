@@ -1,0 +1,44 @@
+# `make demo` and `make test` do their own set-up; everything else is for people who work on the project.
+BIN ?= .venv/bin
+export MUJOCO_GL ?= egl
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test check lint types layers length format lock bundle clean
+
+help:  ## list the targets
+	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /\1\t/' | expand -t 10
+
+setup:  ## make .venv ready (seconds when nothing changed)
+	@tools/setup
+
+demo: setup  ## the main job: see a policy with memory choose right where one without guesses
+	@$(BIN)/tracemem demo
+
+test: setup  ## run every test
+	@$(BIN)/pytest
+
+check: setup lint types layers length  ## lint, formatting, types, layer rules, file length
+
+lint:
+	@$(BIN)/ruff check . && $(BIN)/ruff format --check .
+
+types:
+	@$(BIN)/mypy
+
+layers:
+	@$(BIN)/lint-imports
+
+length:
+	@$(BIN)/python tools/long_files.py --limit 400 src
+
+format: setup  ## rewrite the code in the project's format
+	@$(BIN)/ruff check --fix . ; $(BIN)/ruff format .
+
+lock: setup  ## renew requirements.lock from pyproject.toml
+	@$(BIN)/uv pip compile pyproject.toml --group dev --no-annotate --no-header --python-version 3.12 --upgrade -q -o requirements.lock
+
+bundle: setup  ## pack what an air-gapped GPU machine needs into .offline/ (docs/offline-gpu.md)
+	@$(BIN)/python tools/bundle .offline
+
+clean:  ## remove the environment and caches, keep results
+	@rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis

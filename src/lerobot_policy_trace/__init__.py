@@ -1,0 +1,1 @@
+"""The LeRobot plug-in, found by LeRobot through this distribution's name."""

@@ -1,0 +1,1 @@
+"""Experiments and the command line. May import every layer below; nothing imports it."""

@@ -1,0 +1,58 @@
+"""The command line, `tracemem`. Holds the table of commands and nothing heavy: a command's module is imported only when
+the command is called, so that `tracemem --help` answers at once. Options are read by tyro from each command's function.
+"""
+
+import difflib
+import sys
+from importlib import import_module, metadata
+from typing import NamedTuple
+
+
+class Command(NamedTuple):
+    """Where a command's function lives, and the line that `tracemem --help` shows for it."""
+
+    target: str  # "module:function"
+    summary: str
+
+
+COMMANDS: dict[str, Command] = {
+    "demo": Command("trace_lab.demo:demo", "the main job of the project, start to end (what `make demo` runs)"),
+}
+
+
+def usage() -> str:
+    """The text of `tracemem --help`."""
+    width = max(map(len, COMMANDS))
+    rows = "\n".join(f"  {name:<{width}}  {command.summary}" for name, command in COMMANDS.items())
+    return (
+        "usage: tracemem COMMAND [options]\n\n"
+        "TRACE gives robot policies a memory: cues seen early, addressed by the robot's own path, read when needed.\n\n"
+        f"commands:\n{rows}\n\n"
+        "tracemem COMMAND --help explains a command; tracemem --version prints the version."
+    )
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs one command and returns the exit code."""
+    arguments = sys.argv[1:] if argv is None else argv
+    if not arguments or arguments[0] in {"-h", "--help"}:
+        print(usage())  # noqa: T201
+        return 0
+    if arguments[0] == "--version":
+        print(metadata.version("lerobot_policy_trace"))  # noqa: T201
+        return 0
+    name, *rest = arguments
+    if name not in COMMANDS:
+        near = difflib.get_close_matches(name, COMMANDS, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"the commands are: {', '.join(COMMANDS)}"
+        print(f"tracemem: there is no command {name!r}; {hint}", file=sys.stderr)  # noqa: T201
+        return 2
+    import tyro
+
+    module, function = COMMANDS[name].target.split(":")
+    result = tyro.cli(getattr(import_module(module), function), prog=f"tracemem {name}", args=rest)
+    return int(result or 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
