@@ -1,0 +1,66 @@
+"""From a readout to what a policy takes: tokens for action-chunking regression, one condition vector for diffusion.
+The policies themselves are not known here.
+"""
+
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from trace_memory.keys import mlp
+from trace_memory.memory import Readout
+
+
+class RegressionAdapter(nn.Module):
+    """W_M maps each slot to a token; [z, g, dg] becomes one summary token. Tokens join the policy's attention memory."""
+
+    def __init__(self, width: int, token: int):
+        super().__init__()
+        self.W_M = nn.Linear(width, token, bias=False)
+        self.summary = nn.Linear(3 * width, token)
+
+    def forward(self, readout: Readout) -> Float[Tensor, "*n S token"]:
+        """K slot tokens, then the summary."""
+        summary = self.summary(torch.cat([readout.z, readout.g, readout.dg], dim=-1))
+        return torch.cat([self.W_M(readout.slots), summary[..., None, :]], dim=-2)
+
+
+class Modulation(NamedTuple):
+    """Features f become f * (1 + scale) + shift."""
+
+    scale: Float[Tensor, "*n f"]
+    shift: Float[Tensor, "*n f"]
+
+    def apply(self, features: Float[Tensor, "*n f"]) -> Float[Tensor, "*n f"]:
+        """The modulated features."""
+        return features * (1 + self.scale) + self.shift
+
+
+class FeatureModulation(nn.Module):
+    """The paper's optional use of the summary token: scale and shift of policy features, the identity at the start."""
+
+    def __init__(self, token: int, features: int):
+        super().__init__()
+        self.map = nn.Linear(token, 2 * features)
+        nn.init.zeros_(self.map.weight)
+        nn.init.zeros_(self.map.bias)
+
+    def forward(self, summary: Float[Tensor, "*n token"]) -> Modulation:
+        """Scale and shift from the summary token."""
+        return Modulation(*self.map(summary).chunk(2, dim=-1))
+
+
+class DiffusionAdapter(nn.Module):
+    """[read-weighted pool of the slots, z, g, dg] through an MLP whose last layer starts at zero: an additive condition."""
+
+    def __init__(self, width: int, hidden: int, condition: int):
+        super().__init__()
+        self.map = mlp(4 * width, hidden, condition)
+        nn.init.zeros_(self.map[-1].weight)
+        nn.init.zeros_(self.map[-1].bias)
+
+    def forward(self, readout: Readout) -> Float[Tensor, "*n condition"]:
+        """The vector to add to the policy's global condition."""
+        pool = (readout.alpha[..., None] * readout.slots).sum(-2)
+        return self.map(torch.cat([pool, readout.z, readout.g, readout.dg], dim=-1))

@@ -1,0 +1,94 @@
+"""Memories and memory states as files: safetensors for numbers, JSON for words, nothing that unpickles. A state file carries
+the fingerprint of the memory it belongs to and is refused by any other.
+"""
+
+import hashlib
+import json
+from dataclasses import fields
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save_file
+
+from trace_memory.config import MemoryConfig, build
+from trace_memory.losses import AuxiliaryWeights
+from trace_memory.memory import Memory, MemoryState
+from trace_memory.normalise import Normaliser
+
+
+class CheckpointError(ValueError):
+    """A file does not fit; the message names the file, the field, what came and what was expected."""
+
+
+def fingerprint(memory: Memory) -> dict[str, str]:
+    """What a state must share with the memory that continues it: the kind, the cells, the key statistics."""
+    statistics = hashlib.sha256()
+    for module in memory.modules():
+        if isinstance(module, Normaliser):
+            for name, buffer in sorted(module.named_buffers()):
+                statistics.update(name.encode() + buffer.detach().cpu().double().numpy().tobytes())
+    return {
+        "memory": type(memory).__name__,
+        "cells": json.dumps({n: list(s) for n, s in memory.cell_shapes.items()}, sort_keys=True),
+        "statistics": statistics.hexdigest(),
+    }
+
+
+def save_state(path: Path, memory: Memory, state: MemoryState) -> None:
+    """Writes a state, atomically."""
+    tensors = {"steps": state.steps} | {f"cell.{name}": cell for name, cell in state.cells.items()}
+    _save(path, {n: t.detach().cpu().contiguous() for n, t in tensors.items()}, fingerprint(memory))
+
+
+def load_state(path: Path, memory: Memory) -> MemoryState:
+    """Reads a state that was saved by a memory like this one, onto this one's device."""
+    device = next(memory.parameters(), torch.zeros(())).device
+    try:
+        with safe_open(path, framework="pt", device=str(device)) as file:
+            found = file.metadata() or {}
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{path}: not a readable safetensors file ({error})") from error
+    for field, expected in fingerprint(memory).items():
+        if found.get(field) != expected:
+            raise CheckpointError(f"{path}: {field} is {found.get(field)}, expected {expected}")
+    if "steps" not in tensors:
+        raise CheckpointError(f"{path}: steps is missing, expected a count a row")
+    return MemoryState(tensors.pop("steps"), {n.removeprefix("cell."): t for n, t in tensors.items()})
+
+
+def save_memory(folder: Path, memory: Memory, config: MemoryConfig) -> None:
+    """Writes config.json and model.safetensors, statistics included."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config.to_dict(), indent=2) + "\n")
+    _save(folder / "model.safetensors", {n: t.contiguous() for n, t in memory.state_dict().items()}, fingerprint(memory))
+
+
+def load_memory(folder: Path) -> tuple[Memory, MemoryConfig]:
+    """Reads what save_memory wrote."""
+    config = config_from_dict(json.loads((folder / "config.json").read_text()), where=str(folder / "config.json"))
+    memory = build(config)
+    try:
+        memory.load_state_dict(load_file(folder / "model.safetensors"))
+    except (RuntimeError, SafetensorError) as error:
+        raise CheckpointError(f"{folder / 'model.safetensors'}: does not fit config.json: {error}") from error
+    return memory, config
+
+
+def config_from_dict(values: dict, where: str = "config") -> MemoryConfig:
+    """A configuration from JSON; unknown fields are refused by name."""
+    known = {f.name for f in fields(MemoryConfig)}
+    unknown = set(values) - known
+    if unknown:
+        raise CheckpointError(f"{where}: unknown field {sorted(unknown)}, expected some of {sorted(known)}")
+    numbers = {n: float(v) if n in {"fade", "bound"} else v for n, v in values.items()}
+    if "auxiliary" in numbers:
+        numbers["auxiliary"] = AuxiliaryWeights(**numbers["auxiliary"])
+    return MemoryConfig(**numbers)
+
+
+def _save(path: Path, tensors: dict[str, torch.Tensor], metadata: dict[str, str]) -> None:
+    partial = path.with_name(path.name + ".partial")
+    save_file(tensors, partial, metadata=metadata)
+    partial.replace(path)

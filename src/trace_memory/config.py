@@ -1,0 +1,127 @@
+"""Numbers for memories: one frozen configuration, the presets, and the builder that turns a name and numbers into modules.
+Modules never see a configuration.
+"""
+
+import difflib
+import math
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from typing import Literal
+
+from trace_memory import ablations, rivals
+from trace_memory.gates import ClosingGate, Gate, ScalarGate
+from trace_memory.keys import Keys
+from trace_memory.losses import AuxiliaryWeights
+from trace_memory.memory import Memory, TraceMemory
+from trace_memory.normalise import Normaliser
+from trace_memory.signature import LogSignature, Signature
+from trace_memory.slots import Slots
+from trace_memory.start import as_pytorch, content_first
+
+
+@dataclass(frozen=True)
+class MemoryConfig:
+    """Everything that decides a memory's shape and behaviour. `content` is the width of e_t = [v, p]."""
+
+    name: str = "trace"
+    channels: int = 17  # d_s
+    content: int = 1024
+    width: int = 512  # d
+    hidden: int = 512
+    slots: int = 4  # K
+    depth: int = 3  # p
+    key: Literal["signature", "logsignature"] = "signature"
+    fade: float = 32.0  # path length over which the key forgets, in standardised units
+    bound: float = 10.0  # of standardised keys
+    gate: Literal["closing", "scalar"] = "closing"
+    tau: float = 1.0
+    identity: float = 0.5  # lambda_eta
+    start: Literal["content", "pytorch"] = "content"  # initial weights, see start.py
+    read_gain: float = 5.0  # of W_V at the start
+    dropout: float = 0.1
+    anchor: bool = False  # append the first frame's content to the key
+    auxiliary: AuxiliaryWeights = AuxiliaryWeights()
+
+    @property
+    def auxiliary_weights(self) -> AuxiliaryWeights:
+        """The weights to train with: none for the ablation without auxiliary losses."""
+        return AuxiliaryWeights() if self.name == "no-auxiliary" else self.auxiliary
+
+    def to_dict(self) -> dict[str, object]:
+        """For JSON, which has no infinity: that becomes the word "inf"."""
+        values = asdict(self) | {"auxiliary": self.auxiliary._asdict()}
+        return {n: "inf" if v == math.inf else v for n, v in values.items()}
+
+
+PRESETS: dict[str, MemoryConfig] = {
+    "default": MemoryConfig(),
+    "paper": MemoryConfig(
+        gate="scalar", start="pytorch", read_gain=1.0, fade=math.inf, bound=math.inf, auxiliary=AuxiliaryWeights(0.05, 0.01, 0.002)
+    ),
+    "tiny": MemoryConfig(width=64, hidden=64, content=128),
+}
+
+
+def _signature(c: MemoryConfig) -> Signature:
+    kind = {"signature": Signature, "logsignature": LogSignature}[c.key]
+    return kind(c.channels, c.depth, c.fade)
+
+
+def _keys(c: MemoryConfig, signature: Signature, kind: type[Keys]) -> Keys:
+    return kind(signature.dim, c.width, c.hidden, anchor=c.content if c.anchor else 0, dropout=c.dropout)
+
+
+def _gate(c: MemoryConfig) -> Gate:
+    return {"closing": ClosingGate, "scalar": ScalarGate}[c.gate]()
+
+
+def _trace(slots: type[Slots] = Slots, keys: type[Keys] = Keys) -> Callable[[MemoryConfig], Memory]:
+    def build_trace(c: MemoryConfig) -> Memory:
+        signature = _signature(c)
+        key = _keys(c, signature, keys)
+        q = 2 * c.width + key.anchor
+        bank = slots(c.slots, c.width, c.hidden, c.content, q, _gate(c), tau=c.tau, identity=c.identity, read_gain=c.read_gain)
+        normaliser = Normaliser(c.channels, signature.dim, c.bound)
+        if c.start == "pytorch":
+            as_pytorch(key)
+            as_pytorch(bank)
+        else:
+            content_first(bank)
+        return TraceMemory(normaliser, signature, key, bank, content=c.content)
+
+    return build_trace
+
+
+def _signature_only(c: MemoryConfig) -> Memory:
+    signature = _signature(c)
+    normaliser = Normaliser(c.channels, signature.dim, c.bound)
+    return ablations.SignatureOnly(normaliser, signature, _keys(replace(c, anchor=False), signature, Keys), content=c.content)
+
+
+def _plain(kind: Callable[..., Memory]) -> Callable[[MemoryConfig], Memory]:
+    return lambda c: kind(content=c.content, channels=c.channels, width=c.width)
+
+
+MEMORIES: dict[str, Callable[[MemoryConfig], Memory]] = {
+    "trace": _trace(),
+    "none": _plain(rivals.NoMemory),
+    "gru": _plain(rivals.GRUMemory),
+    "transformer": _plain(rivals.TransformerContext),
+    "lru": _plain(rivals.LRUMemory),
+    "retrieval": _plain(rivals.RetrievalPrompt),
+    "current": _plain(ablations.CurrentObservation),
+    "signature-only": _signature_only,
+    "unrouted": _trace(slots=ablations.UnroutedSlots),
+    "no-delta": _trace(keys=ablations.NoDeltaKeys),
+    "mean-read": _trace(slots=ablations.MeanReadSlots),
+    "no-auxiliary": _trace(),
+}
+
+
+def build(config: MemoryConfig) -> Memory:
+    """The memory a configuration names."""
+    if config.name not in MEMORIES:
+        near = difflib.get_close_matches(config.name, MEMORIES, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"expected one of {', '.join(MEMORIES)}"
+        raise ValueError(f"memory name: {config.name!r} is not known; {hint}")
+    return MEMORIES[config.name](config)

@@ -1,0 +1,52 @@
+"""From signatures to addresses: g, dg and the routing state rho. What is stored under an address is not known here."""
+
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+
+class Key(NamedTuple):
+    """The trajectory key and its parts."""
+
+    g: Float[Tensor, "*n d"]
+    dg: Float[Tensor, "*n d"]
+    q: Float[Tensor, "*n Q"]
+    rho: Float[Tensor, "*n d"]
+
+
+def mlp(inputs: int, hidden: int, outputs: int, dropout: float = 0.0) -> nn.Sequential:
+    """Linear - GELU - Linear, the form of every map of the paper, started so that it passes on the variance it is given.
+
+    PyTorch's own start shrinks it fivefold a map, and a cue passes five maps on its way into a slot (docs/decisions/0003).
+    """
+    first, last = nn.Linear(inputs, hidden), nn.Linear(hidden, outputs)
+    nn.init.normal_(first.weight, std=inputs**-0.5)
+    nn.init.normal_(last.weight, std=(0.425 * hidden) ** -0.5)  # E[gelu(x)^2] = 0.425 for a standard normal x
+    nn.init.zeros_(first.bias)
+    nn.init.zeros_(last.bias)
+    return nn.Sequential(first, nn.GELU(), nn.Dropout(dropout), last)
+
+
+class Keys(nn.Module):
+    """phi_g, phi_delta and phi_rho. `anchor` is the width of a first-frame feature appended to q (0: none)."""
+
+    def __init__(self, signature_dim: int, width: int, hidden: int, *, anchor: int = 0, dropout: float = 0.1):
+        super().__init__()
+        self.width, self.anchor = width, anchor
+        self.phi_g = mlp(signature_dim, hidden, width, dropout)
+        self.phi_delta = mlp(signature_dim, hidden, width, dropout)
+        self.phi_rho = mlp(2 * width + anchor, hidden, width)
+
+    def forward(
+        self, xi: Float[Tensor, "*n D"], delta: Float[Tensor, "*n D"], anchor: Float[Tensor, "*n a"] | None = None
+    ) -> Key:
+        """Standardised signature and increment to the key. Eq. (delta_signature), Eq. (trajectory_key)."""
+        g, dg = self.phi_g(xi), self.embed_delta(delta)
+        q = torch.cat([g, dg] if anchor is None else [g, dg, anchor], dim=-1)
+        return Key(g, dg, q, self.phi_rho(q))
+
+    def embed_delta(self, delta: Float[Tensor, "*n D"]) -> Float[Tensor, "*n d"]:
+        """dg = phi_delta(delta)."""
+        return self.phi_delta(delta)

@@ -1,0 +1,63 @@
+"""The auxiliary losses of Eq. (memory_regularizers): balance, entropy, consistency. Means run over valid steps only."""
+
+import math
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from trace_memory.memory import Readout
+
+
+class AuxiliaryWeights(NamedTuple):
+    """lambda_bal, lambda_ent, lambda_cons. The authors' values differ by task: 0.01-0.1, 0-0.02, 0-0.005."""
+
+    balance: float = 0.0
+    entropy: float = 0.0
+    consistency: float = 0.0
+
+
+def balance_loss(omega: Float[Tensor, "*n K"], valid: Bool[Tensor, "*n"]) -> Float[Tensor, ""]:
+    """Penalises uneven average routing."""
+    mean = _mean(omega, valid)
+    return ((mean - 1 / omega.shape[-1]) ** 2).mean()
+
+
+def entropy_loss(omega: Float[Tensor, "*n K"], valid: Bool[Tensor, "*n"]) -> Float[Tensor, ""]:
+    """Penalises diffuse routing at each step; 1 for uniform routing, 0 for one slot."""
+    if omega.shape[-1] == 1:
+        return omega.sum() * 0.0
+    # clamped inside the log: routing may reach exactly 0, where the gradient of entr() is infinite
+    entropy = -(omega * omega.clamp_min(1e-12).log()).sum(-1) / math.log(omega.shape[-1])
+    return _mean(entropy, valid)
+
+
+def consistency_loss(
+    z: Float[Tensor, "*n d"], u: Float[Tensor, "*n d"], valid: Bool[Tensor, "*n"]
+) -> Float[Tensor, ""]:
+    """Aligns the bounded readout with the write proposal."""
+    return _mean(((torch.tanh(z) - torch.tanh(u)) ** 2).mean(-1), valid)
+
+
+def auxiliary_losses(readout: Readout, valid: Bool[Tensor, "*n"]) -> dict[str, Float[Tensor, ""]]:
+    """All three by name; empty for a memory that does not route."""
+    if readout.routing is None:
+        return {}
+    return {
+        "balance": balance_loss(readout.routing.omega, valid),
+        "entropy": entropy_loss(readout.routing.omega, valid),
+        "consistency": consistency_loss(readout.z, readout.routing.u, valid),
+    }
+
+
+def weighted(losses: dict[str, Tensor], weights: AuxiliaryWeights) -> Tensor | float:
+    """What is added to the policy's own loss. Eq. (total_loss)."""
+    return sum((getattr(weights, name) * loss for name, loss in losses.items() if getattr(weights, name)), start=0.0)
+
+
+def _mean(x: Tensor, valid: Tensor) -> Tensor:
+    """Mean over the valid steps; what stands at padding does not matter, not even NaN."""
+    keep = valid if x.ndim == valid.ndim else valid[..., None]
+    total = torch.where(keep, x, 0.0).flatten(0, valid.ndim - 1).sum(0)
+    return total / valid.sum().clamp_min(1)

@@ -1,0 +1,259 @@
+"""What every memory is (`Memory`: init, step, scan, reset), what it keeps (`MemoryState`), what it gives (`Readout`), and
+TRACE itself. A memory is a pure function of state and input: a step that raises leaves everything as it was. Rival memories
+are in rivals.py, ablations of TRACE in ablations.py, files of states in checkpoint.py.
+"""
+
+from abc import ABC, abstractmethod
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from trace_memory.keys import Keys
+from trace_memory.normalise import Normaliser
+from trace_memory.signature import Signature, SignatureState
+from trace_memory.slots import Drive, Slots
+
+
+class MemoryInputError(ValueError):
+    """An input was refused; the message names the field, what came and what was expected."""
+
+
+class MemoryState(NamedTuple):
+    """A plain value, one row an episode, all tensors batch first. A row of zeros is an episode that has not begun."""
+
+    steps: Int[Tensor, " B"]
+    cells: dict[str, Tensor]
+
+
+class Routing(NamedTuple):
+    """How a step was written; for auxiliary losses and pictures."""
+
+    omega: Float[Tensor, "*n K"]
+    beta: Float[Tensor, "*n K"]  # mean over channels where the gate has many
+    u: Float[Tensor, "*n d"]
+
+
+class Readout(NamedTuple):
+    """R_t of Eq. (trace_interface), and the read weights. Memories without slots or keys leave those empty or zero."""
+
+    slots: Float[Tensor, "*n K d"]
+    z: Float[Tensor, "*n d"]
+    g: Float[Tensor, "*n d"]
+    dg: Float[Tensor, "*n d"]
+    alpha: Float[Tensor, "*n K"]
+    routing: Routing | None = None
+
+    def at(self, t: int) -> "Readout":
+        """The readout of one time of a scan."""
+        routing = self.routing and Routing(*(x[:, t] for x in self.routing))
+        return Readout(*(x[:, t] for x in self[:5]), routing)
+
+
+class Track(NamedTuple):
+    """Raw signature and increment at each step, and the path cells after the last."""
+
+    xi: Float[Tensor, "B T D"]
+    delta: Float[Tensor, "B T D"]
+    cells: dict[str, Tensor]
+
+
+class Memory(nn.Module, ABC):
+    """One interface for every memory. `content` and `width` are widths of e_t and of the readout, `channels` is d_s.
+
+    Inputs of the public methods are checked here, by name, in production too; their shapes stand in comments.
+    """
+
+    def __init__(self, *, content: int, channels: int, width: int):
+        super().__init__()
+        self.content, self.channels, self.width = content, channels, width
+
+    @property
+    @abstractmethod
+    def cell_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shape of each cell of the state, for one row."""
+
+    @abstractmethod
+    def _run(
+        self, state: MemoryState, contents: Tensor, track: Track | None, valid: Tensor
+    ) -> tuple[dict[str, Tensor], Readout]:
+        """The memory's own cells after these steps, and the readout at each; invalid steps must change nothing."""
+
+    def _track(self, state: MemoryState, path: Tensor, valid: Tensor) -> Track | None:
+        """The trajectory key's raw material; None for memories that do not look at the path."""
+        return None
+
+    def _track_at(self, path: Tensor, at: Tensor) -> Track | None:
+        return None
+
+    @property
+    def state_bytes(self) -> int:
+        """Size of one row of the state in float32."""
+        return 8 + 4 * sum(torch.Size(shape).numel() for shape in self.cell_shapes.values())
+
+    def init(
+        self, batch: int, *, dtype: torch.dtype | None = None, device: torch.device | str | None = None
+    ) -> MemoryState:
+        """Rows that have not begun, on the memory's own device unless told otherwise."""
+        if batch < 1:
+            raise MemoryInputError(f"batch: {batch} rows, expected at least 1")
+        like = next(self.parameters(), torch.zeros(()))
+        dtype, device = dtype or like.dtype, device or like.device
+        cells = {n: torch.zeros(batch, *s, dtype=dtype, device=device) for n, s in self.cell_shapes.items()}
+        return MemoryState(torch.zeros(batch, dtype=torch.int64, device=device), cells)
+
+    def step(
+        self,
+        state: MemoryState,
+        content: Tensor,  # (B, c)
+        robot_state: Tensor,  # (B, d_s), raw
+    ) -> tuple[MemoryState, Readout]:
+        """One control step: write what is seen now, then read."""
+        self._check_widths(content, robot_state, dims=2)
+        state, readouts = self.scan(content[:, None], robot_state[:, None], state=state)
+        return state, readouts.at(0)
+
+    def scan(
+        self,
+        contents: Tensor,  # (B, T, c)
+        path: Tensor,  # (B, T, d_s), raw robot states
+        valid: Tensor | None = None,  # (B, T) bool
+        state: MemoryState | None = None,
+    ) -> tuple[MemoryState, Readout]:
+        """Folded steps: the state after the last, and the readout after each. What is not `valid` changes nothing."""
+        self._check_widths(contents, path, dims=3)
+        if state is None:
+            state = self.init(contents.shape[0], dtype=contents.dtype, device=contents.device)
+        valid = self._check(contents, path, valid, state)
+        contents = torch.where(valid[..., None], contents, 0.0)
+        track = self._track(state, path, valid)
+        cells, readouts = self._run(state, contents, track, valid)
+        if track is not None:
+            cells = cells | track.cells
+        return MemoryState(state.steps + valid.sum(1), cells), readouts
+
+    def scan_at(
+        self,
+        contents: Tensor,  # (B, L, c)
+        path: Tensor,  # (B, T, d_s)
+        at: Tensor,  # (B, L) indices into path
+        valid: Tensor | None = None,  # (B, L) bool
+    ) -> Readout:
+        """The paper's budget scan: only frames `at` are written, keyed by the whole path. Eq. (history_scan)."""
+        self._check_widths(contents, path, dims=3)
+        state = self.init(contents.shape[0], dtype=contents.dtype, device=contents.device)
+        inside = (at >= 0) & (at < path.shape[1])
+        if at.shape != contents.shape[:2] or (_may_sync() and not bool(inside.all())):
+            raise MemoryInputError(f"at: shape {tuple(at.shape)}, expected {tuple(contents.shape[:2])} indices into path")
+        valid = self._check(contents, path, valid, state)
+        contents = torch.where(valid[..., None], contents, 0.0)
+        return self._run(state, contents, self._track_at(path, at), valid)[1]
+
+    def reset(self, state: MemoryState, rows: Tensor) -> MemoryState:
+        """The state with these rows begun anew."""
+        if rows.shape != state.steps.shape or rows.dtype != torch.bool:
+            raise MemoryInputError(f"rows: {tuple(rows.shape)} {rows.dtype}, expected a bool mask ({len(state.steps)},)")
+        cells = {n: torch.where(rows.view(-1, *[1] * (c.ndim - 1)), 0.0, c) for n, c in state.cells.items()}
+        return MemoryState(torch.where(rows, 0, state.steps), cells)
+
+    def _empty(self, z: Tensor, slots: Tensor | None = None, alpha: Tensor | None = None) -> Readout:
+        """A readout of a memory without keys."""
+        zero = torch.zeros_like(z)
+        slots = z[..., None, :][..., :0, :] if slots is None else slots
+        alpha = z[..., :0] if alpha is None else alpha
+        return Readout(slots, z, zero, zero, alpha)
+
+    def _check_widths(self, content: Tensor, path: Tensor, dims: int) -> None:
+        for name, x, width in (("content", content, self.content), ("robot_state", path, self.channels)):
+            if x.ndim != dims or x.shape[-1] != width or 0 in x.shape:
+                form = "(B, T, {})" if dims == 3 else "(B, {})"
+                raise MemoryInputError(
+                    f"{name}: shape {tuple(x.shape)}, expected {form.format(width)} with no size zero"
+                )
+
+    def _check(self, contents: Tensor, path: Tensor, valid: Tensor | None, state: MemoryState) -> Tensor:
+        batch, length = contents.shape[:2]
+        reference = next(iter(state.cells.values()), None)
+        if {n: tuple(c.shape[1:]) for n, c in state.cells.items()} != self.cell_shapes:
+            raise MemoryInputError(
+                f"state: cells { {n: tuple(c.shape[1:]) for n, c in state.cells.items()} }, expected {self.cell_shapes}"
+            )
+        for name, x in (("content", contents), ("robot_state", path)):
+            if x.shape[0] != len(state.steps):
+                raise MemoryInputError(f"{name}: {x.shape[0]} rows, expected the state's {len(state.steps)}")
+            if not x.is_floating_point():
+                raise MemoryInputError(f"{name}: dtype {x.dtype}, expected a floating dtype")
+            if x.device != state.steps.device:
+                raise MemoryInputError(f"{name}: on {x.device}, expected the state's device {state.steps.device}")
+        if reference is not None and path.dtype != reference.dtype:
+            raise MemoryInputError(f"robot_state: dtype {path.dtype}, expected the state's {reference.dtype}")
+        mask = torch.ones(batch, length, dtype=torch.bool, device=contents.device) if valid is None else valid
+        if mask.shape != (batch, length) or mask.dtype != torch.bool:
+            raise MemoryInputError(f"valid: {tuple(mask.shape)} {mask.dtype}, expected bool ({batch}, {length})")
+        if _may_sync():
+            aligned = path.shape[1] == length
+            for name, x in (("content", contents), ("robot_state", path)):
+                good = torch.isfinite(x).all(-1)
+                if not bool((good | ~mask if name == "content" or aligned else good).all()):
+                    raise MemoryInputError(f"{name}: has a NaN or infinite value, expected finite numbers")
+        return mask
+
+
+def _may_sync() -> bool:
+    """Whether values may be looked at: not inside a CUDA graph capture or a compiled region."""
+    capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+    return not capturing and not torch.compiler.is_compiling()
+
+
+class TraceMemory(Memory):
+    """Signature-routed slots: the method of the paper."""
+
+    def __init__(self, normaliser: Normaliser, signature: Signature, keys: Keys, slots: Slots, *, content: int):
+        super().__init__(content=content, channels=signature.channels, width=slots.width)
+        self.normaliser, self.signature, self.keys, self.slots = normaliser, signature, keys, slots
+
+    @property
+    def cell_shapes(self) -> dict[str, tuple[int, ...]]:
+        """The slots, the path's last point and signature, and the first-frame anchor if there is one."""
+        anchor = {"anchor": (self.keys.anchor,)} if self.keys.anchor else {}
+        path = {"point": (self.channels,), "xi": (self.signature.state_dim,)}
+        return {"slots": (self.slots.count, self.width)} | path | anchor
+
+    def _track(self, state: MemoryState, path: Tensor, valid: Tensor) -> Track:
+        before = SignatureState(state.cells["point"], state.cells["xi"], state.steps)
+        standard = torch.where(valid[..., None], self.normaliser.state(path), 0.0)
+        after, xi, delta = self.signature.stream(standard, valid, before)
+        return Track(xi, delta, {"point": after.point, "xi": after.value})
+
+    def _track_at(self, path: Tensor, at: Tensor) -> Track:
+        return Track(*self.signature.at(self.normaliser.state(path), at), {})
+
+    def _anchor(self, state: MemoryState, contents: Tensor, valid: Tensor) -> Tensor:
+        """Content of each row's first step, now or as remembered."""
+        first = contents[torch.arange(len(valid), device=valid.device), valid.long().argmax(1)]
+        return torch.where((state.steps == 0)[:, None], first, state.cells["anchor"])
+
+    def _run(
+        self, state: MemoryState, contents: Tensor, track: Track | None, valid: Tensor
+    ) -> tuple[dict[str, Tensor], Readout]:
+        assert track is not None
+        cells: dict[str, Tensor] = {}
+        anchor = None
+        if self.keys.anchor:
+            cells["anchor"] = self._anchor(state, contents, valid)
+            anchor = cells["anchor"][:, None].expand(-1, contents.shape[1], -1)
+        key = self.keys(self.normaliser.xi(track.xi), self.normaliser.delta(track.delta), anchor)
+        drive = self.slots.prepare(contents, key)
+        weights = self.slots.weights()
+        m, slots, omegas, betas = state.cells["slots"], [], [], []
+        for now, ok in zip(zip(*(x.unbind(1) for x in drive), strict=True), valid.unbind(1), strict=True):
+            written = self.slots.write(m, Drive(*now), weights)
+            m = torch.where(ok[:, None, None], written.slots, m)
+            slots.append(m)
+            omegas.append(written.omega)
+            betas.append(written.beta.detach().mean(-1))
+        history = torch.stack(slots, 1)
+        z, alpha = self.slots.read(history, drive)
+        routing = Routing(torch.stack(omegas, 1), torch.stack(betas, 1), drive.u)
+        return cells | {"slots": m}, Readout(history, z, key.g, key.dg, alpha, routing)

@@ -1,0 +1,135 @@
+"""The slot memory: route, write, read. Knows no time: the order of writes is memory.py's business.
+
+`prepare` computes, for any number of steps at once, everything that does not depend on the slots; `write` is the one
+recurrent step; `read` looks at slots after writing. All three are used by step and scan alike.
+"""
+
+import math
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812
+
+from trace_memory.gates import Gate
+from trace_memory.keys import Key, mlp
+
+
+class Drive(NamedTuple):
+    """What a step brings to the slots, whatever they hold."""
+
+    route: Float[Tensor, "*n d"]  # W_K^T W_Q rho
+    hidden: Float[Tensor, "*n H"]  # first layers of phi_m and phi_beta, without their slot part
+    query: Float[Tensor, "*n d"]  # W_K^r^T phi_r(e, rho)
+    u: Float[Tensor, "*n d"]
+
+
+class Weights(NamedTuple):
+    """Slot parts of phi_m and phi_beta's first layers, side by side, sliced once a scan."""
+
+    first: Float[Tensor, "H d"]
+    identity: Float[Tensor, "K d"]
+
+
+class Written(NamedTuple):
+    """Slots after a write, with the route and the gate that wrote them."""
+
+    slots: Float[Tensor, "B K d"]
+    omega: Float[Tensor, "B K"]
+    beta: Float[Tensor, "B K C"]  # C = 1, or d for a gate per channel
+
+
+def slot_identity(count: int, width: int) -> Float[Tensor, "K d"]:
+    """eta: a sinusoid of k + 1, centred over the slots and scaled to norm sqrt(width)."""
+    rate = torch.exp(-math.log(1e4) * torch.arange(0, width, 2) / width)
+    angle = torch.arange(1, count + 1)[:, None] * rate
+    eta = torch.stack([angle.sin(), angle.cos()], dim=-1).flatten(1)[:, :width]
+    eta = eta - eta.mean(0, keepdim=True)
+    return eta * (math.sqrt(width) / eta.norm(dim=1, keepdim=True).clamp_min(1e-6))
+
+
+class Slots(nn.Module):
+    """K slots of width d, routed by the trajectory key."""
+
+    eta: Float[Tensor, "K d"]
+
+    def __init__(
+        self,
+        count: int,
+        width: int,
+        hidden: int,
+        content: int,
+        key: int,
+        gate: Gate,
+        *,
+        tau: float = 1.0,
+        identity: float = 0.5,
+        read_gain: float = 1.0,
+    ):
+        super().__init__()
+        self.count, self.width, self.key, self.tau, self.identity = count, width, key, tau, identity
+        self.W_Q = nn.Linear(width, width, bias=False)
+        self.W_K = nn.Linear(width, width, bias=False)
+        self.phi_w = mlp(content + key, hidden, width)
+        self.phi_m = mlp(3 * width, hidden, width)
+        self.phi_beta = mlp(3 * width, hidden, gate.channels(width))
+        self.phi_r = mlp(content + width, hidden, width)
+        self.W_K_read = nn.Linear(width, width, bias=False)
+        self.W_V_read = nn.Linear(width, width, bias=False)
+        with torch.no_grad():
+            self.W_V_read.weight.mul_(read_gain)  # at first a slot holds little of any one frame
+        self.gate = gate
+        gate.start(self.phi_beta[-1])
+        self.register_buffer("eta", slot_identity(count, width), persistent=False)
+
+    def prepare(self, content: Float[Tensor, "*n c"], key: Key) -> Drive:
+        """Everything about these steps that does not depend on the slots."""
+        u = self.phi_w(torch.cat([content, key.q], dim=-1))  # u = phi_w(e, q)
+        u_rho = torch.cat([u, key.rho], dim=-1)
+        hidden = [F.linear(u_rho, phi[0].weight[:, self.width :], phi[0].bias) for phi in (self.phi_m, self.phi_beta)]
+        query = self.phi_r(torch.cat([content, key.rho], dim=-1)) @ self.W_K_read.weight
+        return Drive(self.W_Q(key.rho) @ self.W_K.weight, torch.cat(hidden, dim=-1), query, u)
+
+    def weights(self) -> Weights:
+        """The slot-side weights of `write`, arranged for it."""
+        first = torch.cat([phi[0].weight[:, : self.width] for phi in (self.phi_m, self.phi_beta)])
+        return Weights(first, self.identity * self.eta)
+
+    def route(
+        self, route: Float[Tensor, "B d"], m_bar: Float[Tensor, "B K d"]
+    ) -> Float[Tensor, "B K"]:
+        """omega. Eq. (slot_route)."""
+        return torch.softmax(_dots(route, m_bar) / (self.tau * math.sqrt(self.width)), dim=-1)
+
+    def write(self, m: Float[Tensor, "B K d"], drive: Drive, weights: Weights) -> Written:
+        """One write. Eq. (slot_route), Eq. (slot_update)."""
+        m_bar = m + weights.identity
+        omega = self.route(drive.route, m_bar)
+        hidden = F.gelu(F.linear(m_bar, weights.first) + drive.hidden[:, None])
+        for_m, for_beta = hidden.split(self.phi_m[0].out_features, dim=-1)
+        proposal = torch.tanh(self.phi_m[-1](for_m))
+        beta = omega[..., None] * self.gate(self.phi_beta[-1](for_beta))
+        return Written(torch.lerp(m, proposal, beta.expand_as(m)), omega, beta)
+
+    def read_weights(
+        self, query: Float[Tensor, "*n d"], m: Float[Tensor, "*n K d"]
+    ) -> Float[Tensor, "*n K"]:
+        """alpha. Eq. (slot_readout)."""
+        m_bar = m + self.identity * self.eta
+        return torch.softmax(_dots(query, m_bar) / math.sqrt(self.width), dim=-1)
+
+    def read(
+        self, m: Float[Tensor, "*n K d"], drive: Drive
+    ) -> tuple[Float[Tensor, "*n d"], Float[Tensor, "*n K"]]:
+        """z and alpha. Eq. (slot_readout); the sum over slots is taken before W_V, which is linear."""
+        alpha = self.read_weights(drive.query, m)
+        return self.W_V_read(_pool(alpha, m)), alpha
+
+
+def _dots(a: Float[Tensor, "*n d"], m: Float[Tensor, "*n K d"]) -> Float[Tensor, "*n K"]:
+    return (m @ a[..., None])[..., 0]
+
+
+def _pool(alpha: Float[Tensor, "*n K"], m: Float[Tensor, "*n K d"]) -> Float[Tensor, "*n d"]:
+    return (alpha[..., None, :] @ m)[..., 0, :]

@@ -1,0 +1,29 @@
+"""Where a memory's weights start. The paper is silent; docs/decisions/0003 has the measurements."""
+
+import torch
+from torch import nn
+
+from trace_memory.slots import Slots
+
+SLOT_SHARE = 0.3
+
+
+@torch.no_grad()
+def content_first(slots: Slots) -> None:
+    """What is written starts as what is seen; the trajectory key only routes, until training finds more use for it.
+
+    The key columns of phi_w and the rho columns of phi_m and phi_beta start at zero: keys vary with every wiggle of the
+    path, and mixed into the content they drown the cue. The slots' own columns start small, so that the recurrence is calm.
+    """
+    content = slots.phi_w[0].in_features - slots.key
+    slots.phi_w[0].weight[:, content:] = 0.0
+    for phi in (slots.phi_m, slots.phi_beta):
+        phi[0].weight[:, : slots.width] *= SLOT_SHARE
+        phi[0].weight[:, 2 * slots.width :] = 0.0
+
+
+def as_pytorch(module: nn.Module) -> None:
+    """Every linear map as PyTorch draws it."""
+    for layer in module.modules():
+        if isinstance(layer, nn.Linear):
+            layer.reset_parameters()

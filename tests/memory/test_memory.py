@@ -1,0 +1,179 @@
+"""What holds of every memory: scan is folded step, causal, padding-proof, row by row; and what it refuses."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from trace_memory.config import MEMORIES, MemoryConfig, build
+from trace_memory.memory import Memory, MemoryInputError, MemoryState
+
+B, T, C, D = 3, 40, 10, 3
+SMALL = MemoryConfig(channels=D, content=C, width=16, hidden=16, depth=2, fade=4.0)
+VARIANTS = {name: replace(SMALL, name=name) for name in MEMORIES} | {
+    "anchored": replace(SMALL, anchor=True),
+    "paper form": replace(SMALL, gate="scalar", fade=math.inf, bound=math.inf),
+    "log keys": replace(SMALL, key="logsignature"),
+}
+
+
+def make(config: MemoryConfig, dtype=torch.float64) -> Memory:
+    torch.manual_seed(0)
+    return build(config).to(dtype).eval()
+
+
+def data(dtype=torch.float64, seed=1):
+    generator = torch.Generator().manual_seed(seed)
+    contents = torch.randn(B, T, C, generator=generator, dtype=dtype)
+    path = torch.randn(B, T, D, generator=generator, dtype=dtype).cumsum(1) * 0.3
+    valid = torch.rand(B, T, generator=generator) > 0.3
+    return contents, path, valid
+
+
+def tensors(readout) -> list[torch.Tensor]:
+    return [*readout[:5], *(readout.routing or ())]
+
+
+@pytest.fixture(params=VARIANTS)
+def config(request):
+    return VARIANTS[request.param]
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-10), (torch.float32, 1e-5)])
+def test_scan_is_folded_step(config, dtype, tolerance):
+    memory = make(config, dtype)
+    contents, path, _ = data(dtype)
+    final, readouts = memory.scan(contents, path)
+    state = memory.init(B)
+    for t in range(T):
+        state, readout = memory.step(state, contents[:, t], path[:, t])
+        for a, b in zip(tensors(readout), tensors(readouts.at(t)), strict=True):
+            torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
+    assert (state.steps == final.steps).all()
+    assert state.cells.keys() == final.cells.keys() == memory.cell_shapes.keys()
+    for name in state.cells:
+        torch.testing.assert_close(state.cells[name], final.cells[name], rtol=tolerance, atol=tolerance)
+
+
+def test_a_scan_goes_on_from_a_state(config):
+    memory = make(config)
+    contents, path, valid = data()
+    whole, readouts = memory.scan(contents, path, valid)
+    half, first = memory.scan(contents[:, :17], path[:, :17], valid[:, :17])
+    rest, second = memory.scan(contents[:, 17:], path[:, 17:], valid[:, 17:], half)
+    for a, b, c in zip(tensors(first), tensors(second), tensors(readouts), strict=True):
+        torch.testing.assert_close(torch.cat([a, b], 1)[valid], c[valid], rtol=1e-10, atol=1e-10)
+    for name in whole.cells:
+        torch.testing.assert_close(rest.cells[name], whole.cells[name], rtol=1e-10, atol=1e-10)
+
+
+def test_the_future_never_changes_the_past(config):
+    memory = make(config)
+    contents, path, _ = data()
+    other_contents, other_path, _ = data(seed=2)
+    cut = 23
+    mixed = [torch.cat([a[:, :cut], b[:, cut:]], 1) for a, b in ((contents, other_contents), (path, other_path))]
+    for a, b in zip(tensors(memory.scan(contents, path)[1]), tensors(memory.scan(*mixed)[1]), strict=True):
+        torch.testing.assert_close(a[:, :cut], b[:, :cut], rtol=1e-12, atol=1e-12)
+
+
+def test_padding_changes_nothing_and_rows_are_independent(config):
+    """Each row equals its own valid steps scanned alone, even with NaN at the padding."""
+    memory = make(config)
+    contents, path, valid = data()
+    junk = torch.where(valid[..., None], 0.0, math.nan)
+    final, readouts = memory.scan(contents + junk, path + junk, valid)
+    for row in range(B):
+        keep = valid[row]
+        alone, read = memory.scan(contents[row, keep][None], path[row, keep][None])
+        assert alone.steps[0] == final.steps[row]
+        for name in final.cells:
+            torch.testing.assert_close(alone.cells[name][0], final.cells[name][row], rtol=1e-10, atol=1e-10)
+        for a, b in zip(tensors(read), tensors(readouts), strict=True):
+            torch.testing.assert_close(a[0], b[row, keep], rtol=1e-10, atol=1e-10)
+
+
+def test_rows_reset_one_by_one(config):
+    memory = make(config)
+    contents, path, _ = data()
+    state, _ = memory.scan(contents, path)
+    reset = memory.reset(state, torch.tensor([False, True, False]))
+    after, _ = memory.scan(contents[:, :9], path[:, :9], state=reset)
+    on, _ = memory.scan(contents[:, :9], path[:, :9], state=state)
+    fresh, _ = memory.scan(contents[:, :9], path[:, :9])
+    for row, expected in enumerate((on, fresh, on)):
+        assert after.steps[row] == expected.steps[row]
+        for name in after.cells:
+            torch.testing.assert_close(after.cells[name][row], expected.cells[name][row], rtol=1e-12, atol=1e-12)
+
+
+def test_budget_scan_of_every_frame_is_the_scan(config):
+    memory = make(config)
+    contents, path, _ = data()
+    at = torch.arange(T).expand(B, T)
+    for a, b in zip(tensors(memory.scan_at(contents, path, at)), tensors(memory.scan(contents, path)[1]), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
+
+
+def test_gradients_reach_the_first_content(config):
+    """A readout at the end depends on the first frame, for every memory that remembers (window and rows permitting)."""
+    memory = make(config)
+    contents, path, _ = data()
+    contents.requires_grad_()
+    _, readouts = memory.scan(contents[:, :8], path[:, :8])
+    last = readouts.z[:, -1].sum() + 0 * contents.sum()  # the second term only so that there always is a graph
+    (grad,) = torch.autograd.grad(last, contents)
+    remembers = config.name not in {"none", "current", "signature-only"}
+    assert bool((grad[:, 0] != 0).any()) == remembers
+
+
+BAD = {
+    "NaN state": ("robot_state: has a NaN", lambda c, p: (c, p * math.nan)),
+    "infinite state": ("robot_state: has a NaN or infinite", lambda c, p: (c, p / 0)),
+    "NaN content": ("content: has a NaN", lambda c, p: (c * math.nan, p)),
+    "channels": (r"robot_state: shape \(3, 4\), expected \(B, 3\)", lambda c, p: (c, torch.cat([p, p[:, :1]], 1))),
+    "content width": (r"content: shape \(3, 9\), expected \(B, 10\)", lambda c, p: (c[:, :9], p)),
+    "rows": ("content: 2 rows, expected the state's 3", lambda c, p: (c[:2], p[:2])),
+    "no rows": (r"content: shape \(0, 10\)", lambda c, p: (c[:0], p[:0])),
+    "integers": ("content: dtype torch.int64, expected a floating dtype", lambda c, p: (c.long(), p)),
+    "dtype": ("robot_state: dtype torch.float32, expected the state's torch.float64", lambda c, p: (c, p.float())),
+    "device": ("content: on meta, expected the state's device cpu", lambda c, p: (c.to("meta"), p)),
+}
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_bad_input_is_named_and_leaves_the_state(what):
+    message, spoil = BAD[what]
+    memory = make(SMALL)
+    contents, path, _ = data()
+    state, _ = memory.scan(contents, path)
+    copy = MemoryState(state.steps.clone(), {n: c.clone() for n, c in state.cells.items()})
+    with pytest.raises(MemoryInputError, match=message):
+        memory.step(state, *spoil(contents[:, 0], path[:, 0]))
+    assert torch.equal(state.steps, copy.steps)
+    assert all(torch.equal(state.cells[n], copy.cells[n]) for n in copy.cells)
+
+
+def test_bad_scans_are_named():
+    memory = make(SMALL)
+    contents, path, valid = data()
+    for message, arguments in (
+        (r"content: shape \(3, 0, 10\).*no size zero", (contents[:, :0], path[:, :0])),
+        ("valid: .* expected bool", (contents, path, valid.float())),
+        (r"valid: \(3, 39\)", (contents, path, valid[:, 1:])),
+        ("state: cells", (contents, path, valid, make(replace(SMALL, name="gru")).init(B))),
+    ):
+        with pytest.raises(MemoryInputError, match=message):
+            memory.scan(*arguments)
+    with pytest.raises(MemoryInputError, match="at: "):
+        memory.scan_at(contents[:, :2], path, torch.tensor([[0, T]] * B))
+    with pytest.raises(MemoryInputError, match="batch: 0 rows"):
+        memory.init(0)
+    with pytest.raises(MemoryInputError, match="rows: "):
+        memory.reset(memory.init(B), torch.tensor([0, 1, 2]))
+
+
+def test_unknown_memory_names_the_nearest():
+    with pytest.raises(ValueError, match="did you mean 'transformer'"):
+        build(replace(SMALL, name="transfomer"))

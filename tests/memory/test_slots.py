@@ -1,0 +1,129 @@
+"""The equations of routing, writing and reading, by value, against a transcription with explicit loops."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from trace_memory.ablations import MeanReadSlots, UnroutedSlots
+from trace_memory.config import PRESETS, MemoryConfig, build
+from trace_memory.gates import ClosingGate, ScalarGate
+from trace_memory.keys import Key
+from trace_memory.slots import Slots, slot_identity
+
+K, D, C = 3, 8, 5
+
+
+def make(kind=Slots, gate=None, **numbers) -> Slots:
+    torch.manual_seed(0)
+    return kind(K, D, 7, C, 2 * D, gate or ScalarGate(), **numbers).double()
+
+
+def inputs(batch=2):
+    torch.manual_seed(1)
+    key = Key(*(torch.randn(batch, n).double() for n in (D, D, 2 * D, D)))
+    return torch.randn(batch, K, D).double(), torch.randn(batch, C).double(), key
+
+
+@pytest.mark.parametrize("gate", [ScalarGate(), ClosingGate()])
+def test_write_and_read_as_the_paper_writes_them(gate):
+    slots = make(gate=gate, tau=0.7, identity=0.5)
+    m, e, key = inputs()
+    drive = slots.prepare(e, key)
+    written = slots.write(m, drive, slots.weights())
+    z, alpha = slots.read(written.slots, drive)
+    for b in range(len(m)):
+        u = slots.phi_w(torch.cat([e[b], key.q[b]]))
+        logits, after = [], []
+        for k in range(K):
+            m_bar = m[b, k] + 0.5 * slots.eta[k]
+            logits.append((slots.W_Q.weight @ key.rho[b]) @ (slots.W_K.weight @ m_bar) / (0.7 * math.sqrt(D)))
+        omega = torch.softmax(torch.stack(logits), 0)
+        for k in range(K):
+            inside = torch.cat([m[b, k] + 0.5 * slots.eta[k], u, key.rho[b]])
+            beta = omega[k] * gate(slots.phi_beta(inside))
+            after.append((1 - beta) * m[b, k] + beta * torch.tanh(slots.phi_m(inside)))
+        query = slots.phi_r(torch.cat([e[b], key.rho[b]]))
+        scores = [query @ slots.W_K_read.weight @ (after[k] + 0.5 * slots.eta[k]) / math.sqrt(D) for k in range(K)]
+        weights = torch.softmax(torch.stack(scores), 0)
+        expected_z = sum(weights[k] * (slots.W_V_read.weight @ after[k]) for k in range(K))
+        torch.testing.assert_close(written.omega[b], omega)
+        torch.testing.assert_close(written.slots[b], torch.stack(after))
+        torch.testing.assert_close(alpha[b], weights)
+        torch.testing.assert_close(z[b], expected_z)
+        torch.testing.assert_close(drive.u[b], u)
+
+
+def test_weights_sum_to_one():
+    slots = make()
+    m, e, key = inputs()
+    drive = slots.prepare(e, key)
+    written = slots.write(m, drive, slots.weights())
+    torch.testing.assert_close(written.omega.sum(-1), torch.ones(2).double())
+    torch.testing.assert_close(slots.read(m, drive)[1].sum(-1), torch.ones(2).double())
+
+
+def test_a_closed_gate_leaves_a_slot_exactly_unchanged():
+    slots = make(gate=ClosingGate(margin=0.05))
+    m, e, key = inputs()
+    with torch.no_grad():
+        slots.phi_beta[-1].weight.zero_()
+        slots.phi_beta[-1].bias.fill_(-4.0)
+    written = slots.write(m, slots.prepare(e, key), slots.weights())
+    assert torch.equal(written.slots, m)
+
+
+def test_the_closing_gate_by_value_and_where_it_starts():
+    gate, last = ClosingGate(ajar=-3.0, shut=-5.0, gain=6.0, margin=0.05), torch.nn.Linear(4, 10)
+    weight = last.weight.detach().clone()
+    gate.start(last)
+    torch.testing.assert_close(last.weight, 6 * weight)
+    torch.testing.assert_close(last.bias[[0, -1]], torch.tensor([-3.0, -5.0]))
+    logits = torch.tensor([-50.0, -3.1, 0.0, 50.0])
+    torch.testing.assert_close(gate(logits), torch.tensor([0.0, 0.0, 1.05 * 0.5 - 0.05, 1.0]))
+
+
+def test_content_comes_first_at_the_start():
+    """Before training, what is written does not depend on the path, only where; as PyTorch starts it, both do."""
+    torch.manual_seed(0)
+    numbers = {"channels": 3, "content": 6, "width": 16, "hidden": 16, "depth": 2, "dropout": 0.0}
+    contents, path = torch.randn(2, 9, 6), torch.randn(2, 9, 3).cumsum(1)
+    for start, depends in (("content", False), ("pytorch", True)):
+        memory = build(MemoryConfig(start=start, **numbers)).eval()
+        one, other = (memory.scan(contents, p)[1].routing.u for p in (path, path.flip(1)))
+        assert ((one - other).abs().max() > 1e-4) == depends
+
+
+def test_slot_identity_is_centred_and_scaled():
+    eta = slot_identity(4, 512)
+    torch.testing.assert_close(eta.norm(dim=1), torch.full((4,), math.sqrt(512.0)))
+    assert torch.cdist(eta, eta).fill_diagonal_(1).min() > 0.5
+
+
+@pytest.mark.parametrize(("identity", "diverge"), [(0.5, True), (0.0, False)])
+def test_slots_diverge_from_zero_only_by_their_identity(identity, diverge):
+    torch.manual_seed(0)
+    memory = build(MemoryConfig(channels=3, content=6, width=16, hidden=16, depth=2, identity=identity)).eval()
+    state, _ = memory.scan(torch.randn(2, 30, 6), torch.randn(2, 30, 3).cumsum(1))
+    slots = state.cells["slots"]
+    apart = (slots[:, 1:] - slots[:, :1]).abs().max()
+    assert slots.abs().max() > 0
+    assert (apart > 1e-3) == diverge
+
+
+def test_ablations_take_one_part_away():
+    m, e, key = inputs()
+    unrouted, mean = make(UnroutedSlots), make(MeanReadSlots)
+    drive = unrouted.prepare(e, key)
+    third = torch.full((2, K), 1 / K).double()
+    torch.testing.assert_close(unrouted.write(m, drive, unrouted.weights()).omega, third)
+    torch.testing.assert_close(mean.read(m, drive)[1], third)
+    no_delta = build(MemoryConfig(name="no-delta", channels=3, content=6, width=16, hidden=16, depth=2))
+    assert not any("phi_delta" in name for name, _ in no_delta.named_parameters())
+
+
+def test_the_papers_updater_has_the_papers_size():
+    assert sum(p.numel() for p in build(PRESETS["paper"]).parameters()) == 11_905_025
+    per_channel = sum(p.numel() for p in build(replace(PRESETS["paper"], gate="closing")).parameters())
+    assert per_channel == 11_905_025 + 511 * 513
