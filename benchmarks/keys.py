@@ -1,5 +1,5 @@
-"""Do keys stay finite and in range on an endless path? Streams a million steps of a moving 17-channel robot through each kind
-of key, standardised by the statistics of short training episodes, and prints how far it strays.
+"""Do keys stay finite and in range on an endless path? Streams a million steps of a moving 17-channel robot through
+each kind of key, standardised by the statistics of short training episodes, and prints how far it strays.
 `python benchmarks/keys.py [--steps 1000000]` (seconds on a GPU; on a CPU take 20,000 steps)
 """
 
@@ -36,7 +36,9 @@ def main() -> None:
         "signature, fade 128": Signature(CHANNELS, 3, 128.0),
     }
     print(f"{options.steps:,} steps, float32; standardised by {len(episodes)} episodes of {EPISODE} steps")
-    print(f"{'key':<22}{'bound':>6}{'finite':>8}{'max |xi|':>12}{'max |delta|':>13}{'median |xi|':>13}{'end/start':>11}")
+    print(
+        f"{'key':<22}{'bound':>6}{'finite':>8}{'max |xi|':>12}{'max |delta|':>13}{'median |xi|':>13}{'end/start':>11}"
+    )
     for name, signature in kinds.items():
         for bound in (math.inf, 10.0):
             normaliser = Normaliser(CHANNELS, signature.dim, bound).fit(episodes, signature).to(options.device)

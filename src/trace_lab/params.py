@@ -38,7 +38,10 @@ def adapters(c: MemoryConfig) -> dict[str, dict[str, int]]:
     regression, diffusion = RegressionAdapter(c.width, c.width), DiffusionAdapter(c.width, c.hidden, c.width)
     modulation = FeatureModulation(c.width, c.width)
     return {
-        "regression": {"W_M: slots to tokens": count(regression.W_M), "[z, g, dg] to summary": count(regression.summary)},
+        "regression": {
+            "W_M: slots to tokens": count(regression.W_M),
+            "[z, g, dg] to summary": count(regression.summary),
+        },
         "regression, optional": {"feature modulation": count(modulation)},
         "diffusion": {"[pool, z, g, dg] to additive condition": count(diffusion.map)},
     }
@@ -62,6 +65,7 @@ def memories(c: MemoryConfig) -> dict[str, dict[str, float]]:
 
 def params(
     preset: Literal["paper", "default", "tiny"] = "paper",
+    *,
     json_: Annotated[bool, tyro.conf.arg(name="json"), tyro.conf.FlagCreatePairsOff] = False,
 ) -> int:
     """Counts the parameters of every map, adapter and memory.

@@ -5,7 +5,7 @@ import statistics
 import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 import tyro
@@ -70,10 +70,17 @@ def show(results: list[Result], updates: int, console: Console) -> None:
     for r in results:
         solved = str(r.solved_at) if r.solved_at else f"not in {updates}"
         table.add_row(
-            r.memory, str(r.seed), solved, f"{r.accuracy:.3f}", *(f"{r.longer[n]:.3f}" for n in names), f"{r.seconds:.0f}"
+            r.memory,
+            str(r.seed),
+            solved,
+            f"{r.accuracy:.3f}",
+            *(f"{r.longer[n]:.3f}" for n in names),
+            f"{r.seconds:.0f}",
         )
     console.print(table)
-    console.print(f"Chance is {1 / GLYPHS:.2f}. far: the same speed for longer; slow: the same route, sampled more finely.")
+    console.print(
+        f"Chance is {1 / GLYPHS:.2f}. far: the same speed for longer; slow: the same route, sampled more finely."
+    )
 
 
 def plot(results: list[Result], path: Path) -> None:
@@ -100,7 +107,8 @@ def plot(results: list[Result], path: Path) -> None:
 
 
 def probe(
-    memory: tuple[Memory, ...] = ("trace",),
+    *,
+    memory: tuple[Memory, ...] = ("trace",),  # type: ignore[valid-type]
     cues: Annotated[int, tyro.conf.arg(help_behavior_hint="(1 to 3, default: 1)")] = 1,
     delay: int = 64,
     seeds: int = 1,
@@ -147,7 +155,13 @@ def probe(
     with Progress(*columns, console=console) as progress:
         for name in memory:
             for seed in range(seeds):
-                numbers = {"seed": seed, "updates": updates, "batch": batch, "rate": rate, "solved": solved}
+                numbers: dict[str, Any] = {
+                    "seed": seed,
+                    "updates": updates,
+                    "batch": batch,
+                    "rate": rate,
+                    "solved": solved,
+                }
                 one = ProbeRun(replace(base, name=name), ProbeTask(cues, delay), device=device, **numbers)
                 results.append(run(one, lengths, progress))
                 out.mkdir(parents=True, exist_ok=True)

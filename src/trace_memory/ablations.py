@@ -7,7 +7,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from trace_memory.keys import Keys
-from trace_memory.memory import Memory, MemoryState, Readout, Track, TraceMemory
+from trace_memory.memory import Memory, MemoryState, Readout, TraceMemory, Track
 from trace_memory.normalise import Normaliser
 from trace_memory.signature import Signature
 from trace_memory.slots import Slots

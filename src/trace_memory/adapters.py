@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from trace_memory.keys import mlp
+from trace_memory.keys import MLP
 from trace_memory.memory import Readout
 
 
@@ -56,9 +56,9 @@ class DiffusionAdapter(nn.Module):
 
     def __init__(self, width: int, hidden: int, condition: int):
         super().__init__()
-        self.map = mlp(4 * width, hidden, condition)
-        nn.init.zeros_(self.map[-1].weight)
-        nn.init.zeros_(self.map[-1].bias)
+        self.map = MLP(4 * width, hidden, condition)
+        nn.init.zeros_(self.map.last.weight)
+        nn.init.zeros_(self.map.last.bias)
 
     def forward(self, readout: Readout) -> Float[Tensor, "*n condition"]:
         """The vector to add to the policy's global condition."""

@@ -6,6 +6,7 @@ import hashlib
 import json
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -62,7 +63,9 @@ def save_memory(folder: Path, memory: Memory, config: MemoryConfig) -> None:
     """Writes config.json and model.safetensors, statistics included."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config.to_dict(), indent=2) + "\n")
-    _save(folder / "model.safetensors", {n: t.contiguous() for n, t in memory.state_dict().items()}, fingerprint(memory))
+    _save(
+        folder / "model.safetensors", {n: t.contiguous() for n, t in memory.state_dict().items()}, fingerprint(memory)
+    )
 
 
 def load_memory(folder: Path) -> tuple[Memory, MemoryConfig]:
@@ -76,13 +79,13 @@ def load_memory(folder: Path) -> tuple[Memory, MemoryConfig]:
     return memory, config
 
 
-def config_from_dict(values: dict, where: str = "config") -> MemoryConfig:
+def config_from_dict(values: dict[str, Any], where: str = "config") -> MemoryConfig:
     """A configuration from JSON; unknown fields are refused by name."""
     known = {f.name for f in fields(MemoryConfig)}
     unknown = set(values) - known
     if unknown:
         raise CheckpointError(f"{where}: unknown field {sorted(unknown)}, expected some of {sorted(known)}")
-    numbers = {n: float(v) if n in {"fade", "bound"} else v for n, v in values.items()}
+    numbers: dict[str, Any] = {n: float(v) if n in {"fade", "bound"} else v for n, v in values.items()}
     if "auxiliary" in numbers:
         numbers["auxiliary"] = AuxiliaryWeights(**numbers["auxiliary"])
     return MemoryConfig(**numbers)

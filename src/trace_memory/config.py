@@ -18,6 +18,8 @@ from trace_memory.signature import LogSignature, Signature
 from trace_memory.slots import Slots
 from trace_memory.start import as_pytorch, content_first
 
+NO_AUXILIARY = AuxiliaryWeights()
+
 
 @dataclass(frozen=True)
 class MemoryConfig:
@@ -40,12 +42,12 @@ class MemoryConfig:
     read_gain: float = 5.0  # of W_V at the start
     dropout: float = 0.1
     anchor: bool = False  # append the first frame's content to the key
-    auxiliary: AuxiliaryWeights = AuxiliaryWeights()
+    auxiliary: AuxiliaryWeights = NO_AUXILIARY
 
     @property
     def auxiliary_weights(self) -> AuxiliaryWeights:
         """The weights to train with: none for the ablation without auxiliary losses."""
-        return AuxiliaryWeights() if self.name == "no-auxiliary" else self.auxiliary
+        return NO_AUXILIARY if self.name == "no-auxiliary" else self.auxiliary
 
     def to_dict(self) -> dict[str, object]:
         """For JSON, which has no infinity: that becomes the word "inf"."""
@@ -56,7 +58,12 @@ class MemoryConfig:
 PRESETS: dict[str, MemoryConfig] = {
     "default": MemoryConfig(),
     "paper": MemoryConfig(
-        gate="scalar", start="pytorch", read_gain=1.0, fade=math.inf, bound=math.inf, auxiliary=AuxiliaryWeights(0.05, 0.01, 0.002)
+        gate="scalar",
+        start="pytorch",
+        read_gain=1.0,
+        fade=math.inf,
+        bound=math.inf,
+        auxiliary=AuxiliaryWeights(0.05, 0.01, 0.002),
     ),
     "tiny": MemoryConfig(width=64, hidden=64, content=128),
 }
@@ -80,7 +87,9 @@ def _trace(slots: type[Slots] = Slots, keys: type[Keys] = Keys) -> Callable[[Mem
         signature = _signature(c)
         key = _keys(c, signature, keys)
         q = 2 * c.width + key.anchor
-        bank = slots(c.slots, c.width, c.hidden, c.content, q, _gate(c), tau=c.tau, identity=c.identity, read_gain=c.read_gain)
+        bank = slots(
+            c.slots, c.width, c.hidden, c.content, q, _gate(c), tau=c.tau, identity=c.identity, read_gain=c.read_gain
+        )
         normaliser = Normaliser(c.channels, signature.dim, c.bound)
         if c.start == "pytorch":
             as_pytorch(key)
@@ -95,7 +104,9 @@ def _trace(slots: type[Slots] = Slots, keys: type[Keys] = Keys) -> Callable[[Mem
 def _signature_only(c: MemoryConfig) -> Memory:
     signature = _signature(c)
     normaliser = Normaliser(c.channels, signature.dim, c.bound)
-    return ablations.SignatureOnly(normaliser, signature, _keys(replace(c, anchor=False), signature, Keys), content=c.content)
+    return ablations.SignatureOnly(
+        normaliser, signature, _keys(replace(c, anchor=False), signature, Keys), content=c.content
+    )
 
 
 def _plain(kind: Callable[..., Memory]) -> Callable[[MemoryConfig], Memory]:

@@ -2,6 +2,8 @@
 one fixed shape; the eager scan is its reference.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -21,15 +23,23 @@ class _Flat(nn.Module):
 
 
 class GraphedScan:
-    """Readouts of whole scans from zero, for batches shaped like the examples it was made with."""
+    """Readouts of whole scans from zero, for batches shaped like the examples it was made with.
+
+    Make it before, or after the end of, any eager forward through the same memory: capture fails while an autograd graph
+    of the default stream is still alive.
+    """
 
     def __init__(self, memory: Memory, contents: Tensor, path: Tensor, valid: Tensor | None = None):
         if not contents.is_cuda:
             raise ValueError(f"contents: on {contents.device}, expected a CUDA device")
         self.shape = tuple(contents.shape)
         mask = torch.ones(self.shape[:2], dtype=torch.bool, device=contents.device) if valid is None else valid
-        example = (contents.detach().clone().requires_grad_(contents.requires_grad), path.detach().clone(), mask.clone())
-        self.captured = torch.cuda.make_graphed_callables(_Flat(memory), example, allow_unused_input=True)
+        example = (
+            contents.detach().clone().requires_grad_(contents.requires_grad),
+            path.detach().clone(),
+            mask.clone(),
+        )
+        self.captured: Any = torch.cuda.make_graphed_callables(_Flat(memory), example, allow_unused_input=True)
 
     def __call__(self, contents: Tensor, path: Tensor, valid: Tensor | None = None) -> Readout:
         """As `memory.scan(contents, path, valid)[1]`."""
@@ -37,4 +47,5 @@ class GraphedScan:
             raise ValueError(f"contents: shape {tuple(contents.shape)}, expected the captured {self.shape}")
         mask = torch.ones(self.shape[:2], dtype=torch.bool, device=contents.device) if valid is None else valid
         flat = self.captured(contents, path, mask)
-        return Readout(*flat[:5], Routing(*flat[5:]) if len(flat) > 5 else None)
+        slots, z, g, dg, alpha = flat[:5]
+        return Readout(slots, z, g, dg, alpha, Routing(*flat[5:]) if len(flat) > 5 else None)

@@ -5,9 +5,7 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 
-def history_indices(
-    t: Int[Tensor, " B"], budget: int, stride: int
-) -> tuple[Int[Tensor, "B L"], Bool[Tensor, "B L"]]:
+def history_indices(t: Int[Tensor, " B"], budget: int, stride: int) -> tuple[Int[Tensor, "B L"], Bool[Tensor, "B L"]]:
     """First frame, tail of every `stride`-th frame up to t, and t itself, in causal order, with the mask of real entries.
 
     Entry 0 is the first frame; entry l >= 1 is t - stride * (budget - 1 - l), real only if it comes after the first

@@ -5,6 +5,7 @@ from typing import NamedTuple
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812
 
 
 class Key(NamedTuple):
@@ -16,17 +17,24 @@ class Key(NamedTuple):
     rho: Float[Tensor, "*n d"]
 
 
-def mlp(inputs: int, hidden: int, outputs: int, dropout: float = 0.0) -> nn.Sequential:
+class MLP(nn.Module):
     """Linear - GELU - Linear, the form of every map of the paper, started so that it passes on the variance it is given.
 
-    PyTorch's own start shrinks it fivefold a map, and a cue passes five maps on its way into a slot (docs/decisions/0003).
+    PyTorch's own start shrinks the variance severalfold a map, and a cue passes five of them on its way into a slot.
     """
-    first, last = nn.Linear(inputs, hidden), nn.Linear(hidden, outputs)
-    nn.init.normal_(first.weight, std=inputs**-0.5)
-    nn.init.normal_(last.weight, std=(0.425 * hidden) ** -0.5)  # E[gelu(x)^2] = 0.425 for a standard normal x
-    nn.init.zeros_(first.bias)
-    nn.init.zeros_(last.bias)
-    return nn.Sequential(first, nn.GELU(), nn.Dropout(dropout), last)
+
+    def __init__(self, inputs: int, hidden: int, outputs: int, dropout: float = 0.0):
+        super().__init__()
+        self.first, self.last = nn.Linear(inputs, hidden), nn.Linear(hidden, outputs)
+        self.dropout = nn.Dropout(dropout)
+        nn.init.normal_(self.first.weight, std=inputs**-0.5)
+        nn.init.normal_(self.last.weight, std=(0.425 * hidden) ** -0.5)  # E[gelu(x)^2] = 0.425 for a standard normal x
+        nn.init.zeros_(self.first.bias)
+        nn.init.zeros_(self.last.bias)
+
+    def forward(self, x: Float[Tensor, "*n i"]) -> Float[Tensor, "*n o"]:
+        """The map."""
+        return self.last(self.dropout(F.gelu(self.first(x))))
 
 
 class Keys(nn.Module):
@@ -35,9 +43,9 @@ class Keys(nn.Module):
     def __init__(self, signature_dim: int, width: int, hidden: int, *, anchor: int = 0, dropout: float = 0.1):
         super().__init__()
         self.width, self.anchor = width, anchor
-        self.phi_g = mlp(signature_dim, hidden, width, dropout)
-        self.phi_delta = mlp(signature_dim, hidden, width, dropout)
-        self.phi_rho = mlp(2 * width + anchor, hidden, width)
+        self.phi_g = MLP(signature_dim, hidden, width, dropout)
+        self.phi_delta = MLP(signature_dim, hidden, width, dropout)
+        self.phi_rho = MLP(2 * width + anchor, hidden, width)
 
     def forward(
         self, xi: Float[Tensor, "*n D"], delta: Float[Tensor, "*n D"], anchor: Float[Tensor, "*n a"] | None = None

@@ -48,7 +48,8 @@ class Readout(NamedTuple):
     def at(self, t: int) -> "Readout":
         """The readout of one time of a scan."""
         routing = self.routing and Routing(*(x[:, t] for x in self.routing))
-        return Readout(*(x[:, t] for x in self[:5]), routing)
+        slots, z, g, dg, alpha = (x[:, t] for x in self[:5])
+        return Readout(slots, z, g, dg, alpha, routing)
 
 
 class Track(NamedTuple):
@@ -145,7 +146,9 @@ class Memory(nn.Module, ABC):
         state = self.init(contents.shape[0], dtype=contents.dtype, device=contents.device)
         inside = (at >= 0) & (at < path.shape[1])
         if at.shape != contents.shape[:2] or (_may_sync() and not bool(inside.all())):
-            raise MemoryInputError(f"at: shape {tuple(at.shape)}, expected {tuple(contents.shape[:2])} indices into path")
+            raise MemoryInputError(
+                f"at: shape {tuple(at.shape)}, expected {tuple(contents.shape[:2])} indices into path"
+            )
         valid = self._check(contents, path, valid, state)
         contents = torch.where(valid[..., None], contents, 0.0)
         return self._run(state, contents, self._track_at(path, at), valid)[1]
@@ -153,7 +156,9 @@ class Memory(nn.Module, ABC):
     def reset(self, state: MemoryState, rows: Tensor) -> MemoryState:
         """The state with these rows begun anew."""
         if rows.shape != state.steps.shape or rows.dtype != torch.bool:
-            raise MemoryInputError(f"rows: {tuple(rows.shape)} {rows.dtype}, expected a bool mask ({len(state.steps)},)")
+            raise MemoryInputError(
+                f"rows: {tuple(rows.shape)} {rows.dtype}, expected a bool mask ({len(state.steps)},)"
+            )
         cells = {n: torch.where(rows.view(-1, *[1] * (c.ndim - 1)), 0.0, c) for n, c in state.cells.items()}
         return MemoryState(torch.where(rows, 0, state.steps), cells)
 
@@ -216,9 +221,9 @@ class TraceMemory(Memory):
     @property
     def cell_shapes(self) -> dict[str, tuple[int, ...]]:
         """The slots, the path's last point and signature, and the first-frame anchor if there is one."""
-        anchor = {"anchor": (self.keys.anchor,)} if self.keys.anchor else {}
-        path = {"point": (self.channels,), "xi": (self.signature.state_dim,)}
-        return {"slots": (self.slots.count, self.width)} | path | anchor
+        shapes: dict[str, tuple[int, ...]] = {"slots": (self.slots.count, self.width)}
+        shapes |= {"point": (self.channels,), "xi": (self.signature.state_dim,)}
+        return shapes | {"anchor": (self.keys.anchor,)} if self.keys.anchor else shapes
 
     def _track(self, state: MemoryState, path: Tensor, valid: Tensor) -> Track:
         before = SignatureState(state.cells["point"], state.cells["xi"], state.steps)

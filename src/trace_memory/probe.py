@@ -4,8 +4,8 @@ the glyph of one station. Chance is 1 / GLYPHS. Everything here is data, model a
 """
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 import torch
@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
 from trace_memory.config import MemoryConfig, build
-from trace_memory.keys import mlp
+from trace_memory.keys import MLP
 from trace_memory.losses import auxiliary_losses, weighted
+from trace_memory.memory import MemoryState, Readout, TraceMemory
 
 GLYPHS = 4
 SIZE = 8  # pixels
@@ -72,7 +73,7 @@ class ProbeTask:
         images[:, -ASK * repeat :, :, :, SIZE - 1] = torch.where(bar[:, None, None], 1.0, column)
         return Episodes(images, path, glyph.gather(1, asked[:, None])[:, 0])
 
-    def _path(self, batch: int, length: int, uniform) -> Tensor:  # type: ignore[no-untyped-def]
+    def _path(self, batch: int, length: int, uniform: Callable[..., Tensor]) -> Tensor:
         """Waypoints: the stations in order, then places at random, the question's place last; speed and course vary."""
         stations = torch.tensor([[math.cos(a), math.sin(a)] for a in (0.5, 2.2, 4.0, 5.2, 1.3)])[: self.cues]
         device = uniform(1).device
@@ -97,7 +98,7 @@ class ProbeTask:
         return torch.cat([xy, gripper], dim=-1)
 
 
-def _draw(event: Tensor, uniform) -> Tensor:  # type: ignore[no-untyped-def]
+def _draw(event: Tensor, uniform: Callable[..., Tensor]) -> Tensor:
     """Images: noise, often a coloured patch somewhere, and a white-framed coloured patch where there is an event."""
     shape, frames, device = event.shape, event.numel(), event.device
     colours = torch.tensor([[1.0, 0, 0], [0, 1, 0], [0, 0, 1], [1, 1, 0]], device=device)
@@ -140,11 +141,11 @@ class ProbeModel(nn.Module):
         for layer in self.see:
             if isinstance(layer, nn.Conv2d | nn.Linear):
                 nn.init.kaiming_normal_(layer.weight, nonlinearity="relu")
-                nn.init.zeros_(layer.bias)
-        self.feel = mlp(CHANNELS, half, half)
+                layer.bias.data.zero_()  # type: ignore[union-attr]
+        self.feel = MLP(CHANNELS, half, half)
         self.memory = build(config)
         self.auxiliary = config.auxiliary_weights
-        self.answer = mlp(3 * config.width + config.content, config.width, GLYPHS)
+        self.answer = MLP(3 * config.width + config.content, config.width, GLYPHS)
 
     def content(self, images: Tensor, path: Tensor) -> Tensor:
         """e = [v, p] of every frame."""
@@ -158,7 +159,7 @@ class ProbeModel(nn.Module):
         loss = F.cross_entropy(self.classify(readouts.at(-1), contents[:, -1]), episodes.answer)
         return loss + weighted(auxiliary_losses(readouts, valid), self.auxiliary)
 
-    def classify(self, readout, content: Tensor) -> Tensor:  # type: ignore[no-untyped-def]
+    def classify(self, readout: Readout, content: Tensor) -> Tensor:
         """Logits from what the memory says and what is seen now."""
         return self.answer(torch.cat([readout.z, readout.g, readout.dg, content], dim=-1))
 
@@ -169,23 +170,26 @@ class ProbeModel(nn.Module):
         right = 0
         for begin in range(0, episodes, 128):
             data = task.sample(min(128, episodes - begin), generator)
-            state, readout, contents = None, None, None
+            state: MemoryState | None = None
             for images, path in zip(data.images.split(chunk, 1), data.path.split(chunk, 1), strict=True):
                 contents = self.content(images, path)
                 state, readouts = self.memory.scan(contents, path, state=state)
                 readout = readouts.at(-1)
-            assert contents is not None
             right += int((self.classify(readout, contents[:, -1]).argmax(-1) == data.answer).sum())
         self.train()
         return right / episodes
+
+
+ONE_CUE = ProbeTask()
+PROBE_MEMORY = MemoryConfig(channels=CHANNELS, content=128, width=64, hidden=64, dropout=0.0)
 
 
 @dataclass(frozen=True)
 class ProbeRun:
     """One training: the memory, the task, and how it is trained."""
 
-    memory: MemoryConfig = field(default_factory=lambda: PROBE_MEMORY)
-    task: ProbeTask = ProbeTask()
+    memory: MemoryConfig = PROBE_MEMORY
+    task: ProbeTask = ONE_CUE
     seed: int = 0
     updates: int = 1500
     batch: int = 64
@@ -205,17 +209,13 @@ class Progress(NamedTuple):
     solved: bool
 
 
-PROBE_MEMORY = MemoryConfig(channels=CHANNELS, content=128, width=64, hidden=64, dropout=0.0)
-
-
 def start(run: ProbeRun) -> ProbeModel:
     """A fresh model, its key statistics fitted on episodes of the task."""
     torch.manual_seed(run.seed)
     model = ProbeModel(replace(run.memory, channels=CHANNELS)).to(run.device)
-    normaliser = getattr(model.memory, "normaliser", None)
-    if normaliser is not None:
+    if isinstance(model.memory, TraceMemory):
         paths = run.task.sample(64, torch.Generator().manual_seed(10_000 + run.seed)).path
-        normaliser.fit(list(paths), model.memory.signature)
+        model.memory.normaliser.fit(list(paths), model.memory.signature)
     return model
 
 

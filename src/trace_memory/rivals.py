@@ -11,7 +11,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
-from trace_memory.keys import mlp
+from trace_memory.keys import MLP
 from trace_memory.memory import Memory, MemoryState, Readout, Track
 
 
@@ -92,27 +92,35 @@ def _push(cell: Tensor, entries: Tensor, valid: Tensor) -> Tensor:
     return torch.cat([cell, entries], dim=1).gather(1, index)
 
 
+class _Block(nn.Module):
+    """A pre-norm transformer layer whose queries are new inputs and whose keys are cached and new inputs."""
+
+    def __init__(self, width: int, heads: int):
+        super().__init__()
+        self.heads = heads
+        self.norm, self.norm_mlp = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.mlp = MLP(width, 2 * width, width)
+
+    def forward(self, x: Tensor, cell: Tensor, visible: Tensor, age: Tensor) -> Tensor:
+        """x (B, T, d), cell (B, W, d), visible (B, T, W + T), age bias (heads, B, T, W + T)."""
+        q, k, v = self.qkv(self.norm(torch.cat([cell, x], dim=1))).chunk(3, dim=-1)
+        q, k, v = (y.unflatten(-1, (self.heads, -1)).transpose(1, 2) for y in (q[:, -x.shape[1] :], k, v))
+        bias = torch.where(visible[:, None], age.transpose(0, 1), -torch.inf)
+        mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=bias)
+        x = x + self.out(mixed.transpose(1, 2).flatten(2))
+        return x + self.mlp(self.norm_mlp(x))
+
+
 class TransformerContext(Memory):
     """A causal transformer (Vaswani et al. 2017) over the last `window` contents, streamed with cached layer inputs."""
 
-    def __init__(
-        self, *, content: int, channels: int, width: int, window: int = 32, layers: int = 2, heads: int = 8
-    ):
+    def __init__(self, *, content: int, channels: int, width: int, window: int = 32, layers: int = 2, heads: int = 8):
         super().__init__(content=content, channels=channels, width=width)
         self.window, self.heads = window, heads
         self.embed = nn.Linear(content, width)
-        self.blocks = nn.ModuleList(
-            nn.ModuleDict(
-                {
-                    "norm": nn.LayerNorm(width),
-                    "qkv": nn.Linear(width, 3 * width),
-                    "out": nn.Linear(width, width),
-                    "norm_mlp": nn.LayerNorm(width),
-                    "mlp": mlp(width, 2 * width, width),
-                }
-            )
-            for _ in range(layers)
-        )
+        self.blocks = [_Block(width, heads) for _ in range(layers)]
+        self.layers = nn.ModuleList(self.blocks)
         self.age = nn.Parameter(torch.zeros(layers, heads, window))
         self.norm = nn.LayerNorm(width)
 
@@ -134,18 +142,9 @@ class TransformerContext(Memory):
         for i, block in enumerate(self.blocks):
             cell = state.cells[f"layer{i}"]
             cells[f"layer{i}"] = _push(cell, x, valid)
-            x = x + self._attend(block, cell, x, visible, self.age[i][:, past.age.clamp(0, self.window - 1)])
-            x = x + block["mlp"](block["norm_mlp"](x))
+            x = block(x, cell, visible, self.age[i][:, past.age.clamp(0, self.window - 1)])
         z = self.norm(x)
         return cells, self._empty(z, z[..., None, :], torch.ones_like(z[..., :1]))
-
-    def _attend(self, block: nn.ModuleDict, cell: Tensor, x: Tensor, visible: Tensor, age: Tensor) -> Tensor:
-        batch, length, width = x.shape
-        q, k, v = block["qkv"](block["norm"](torch.cat([cell, x], dim=1))).chunk(3, dim=-1)
-        q, k, v = (y.unflatten(-1, (self.heads, -1)).transpose(1, 2) for y in (q[:, -length:], k, v))
-        bias = torch.where(visible[:, None], age.transpose(0, 1), -torch.inf)
-        mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=bias)
-        return block["out"](mixed.transpose(1, 2).reshape(batch, length, width))
 
 
 class LRUMemory(Memory):
@@ -156,8 +155,8 @@ class LRUMemory(Memory):
     def __init__(self, *, content: int, channels: int, width: int, rows: int = 8, decay: float = 0.95):
         super().__init__(content=content, channels=channels, width=width)
         self.rows, self.decay = rows, decay
-        self.key = mlp(content, width, width)
-        self.value = mlp(content, width, width)
+        self.key = MLP(content, width, width)
+        self.value = MLP(content, width, width)
         self.strength = nn.Linear(content, 2)  # write gate, read sharpness
 
     @property
@@ -199,8 +198,8 @@ class RetrievalPrompt(Memory):
         super().__init__(content=content, channels=channels, width=width)
         self.capacity, self.top = capacity, top
         self.key = nn.Linear(content, width)
-        self.query = mlp(content, width, width)
-        self.value = mlp(content, width, width)
+        self.query = MLP(content, width, width)
+        self.value = MLP(content, width, width)
 
     @property
     def cell_shapes(self) -> dict[str, tuple[int, ...]]:

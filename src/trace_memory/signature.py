@@ -24,7 +24,7 @@ class SignatureState(NamedTuple):
 
     point: Float[Tensor, "B d"]
     value: Float[Tensor, "B D"]
-    count: Int[Tensor, " B"]
+    seen: Int[Tensor, " B"]
 
 
 class Signature:
@@ -60,7 +60,7 @@ class Signature:
         self, state: SignatureState, point: Float[Tensor, "B d"]
     ) -> tuple[SignatureState, Float[Tensor, "B D"], Float[Tensor, "B D"]]:
         """Appends one point; returns the new state, xi and delta. The first point is the basepoint: xi = delta = 0."""
-        dx = torch.where((state.count > 0)[:, None], point - state.point, 0.0)
+        dx = torch.where((state.seen > 0)[:, None], point - state.point, 0.0)
         before = list(state.value.split(self.sizes, dim=-1))
         dx, log_decay = self._segment(dx)
         increments = []
@@ -68,7 +68,7 @@ class Signature:
             decay = torch.expm1(k * log_decay)[..., None]  # faded level minus level
             increments.append(decay * before[k - 1] + _join(before[: k - 1], dx, log_decay))
         increment = torch.cat(increments, dim=-1)
-        after = SignatureState(point, state.value + increment, state.count + 1)
+        after = SignatureState(point, state.value + increment, state.seen + 1)
         return after, *self._emit(after.value, increment)
 
     def stream(
@@ -115,7 +115,8 @@ class Signature:
         order = indices.argsort(dim=1)
         wanted = indices.gather(1, order)
         state = self.init(path.shape[0], dtype=path.dtype, device=path.device)
-        xis, deltas = [], []
+        xis: Levels = []
+        deltas: Levels = []
         done = torch.full_like(wanted[:, 0], -1)  # index of the last point inside `state`
         for column in wanted.unbind(1):
             again = column == done  # a repeated index: the same xi and delta as the column before
@@ -138,7 +139,7 @@ class Signature:
             return state
         index = (done[:, None] + 1 + torch.arange(longest)).minimum(torch.maximum(until, done)[:, None]).clamp_min(0)
         points = path[rows[:, None], index]
-        begun = (state.count > 0)[:, None]
+        begun = (state.seen > 0)[:, None]
         base = torch.where(begun, state.point, points[:, 0])
         dx, log_decay = self._segment(torch.diff(torch.cat([base[:, None], points], dim=1), dim=1))
         to_end = log_decay.sum(1, keepdim=True) - log_decay.cumsum(1)
@@ -151,7 +152,7 @@ class Signature:
         return SignatureState(
             _rows(moved, points[:, -1], state.point),
             _rows(moved, value, state.value),
-            state.count + (until - done).clamp_min(0),
+            state.seen + (until - done).clamp_min(0),
         )
 
     def _segment(self, dx: Tensor) -> tuple[Tensor, Tensor]:
@@ -251,13 +252,13 @@ def _increments(path: Tensor, valid: Tensor | None, state: SignatureState) -> tu
     """Displacements between consecutive valid points, zero at padding and at the basepoint; and where that ends."""
     batch, length, _ = path.shape
     if valid is None:
-        filled, seen = path, state.count[:, None] + torch.arange(1, length + 1, device=path.device)
+        filled, seen = path, state.seen[:, None] + torch.arange(1, length + 1, device=path.device)
     else:
         position = torch.arange(1, length + 1, device=path.device).expand(batch, length)
         last = torch.where(valid, position, 0).cummax(dim=1).values  # 0: still the point in `state`
         known = torch.cat([state.point[:, None], path], dim=1)
         filled = known.gather(1, last[..., None].expand_as(path))
-        seen = state.count[:, None] + valid.long().cumsum(1)
+        seen = state.seen[:, None] + valid.long().cumsum(1)
     previous = torch.cat([state.point[:, None], filled[:, :-1]], dim=1)
     dx = torch.where((seen > 1)[..., None], filled - previous, 0.0)
     return dx, SignatureState(filled[:, -1], state.value, seen[:, -1])

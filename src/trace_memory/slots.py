@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
 from trace_memory.gates import Gate
-from trace_memory.keys import Key, mlp
+from trace_memory.keys import MLP, Key
 
 
 class Drive(NamedTuple):
@@ -71,34 +71,34 @@ class Slots(nn.Module):
         self.count, self.width, self.key, self.tau, self.identity = count, width, key, tau, identity
         self.W_Q = nn.Linear(width, width, bias=False)
         self.W_K = nn.Linear(width, width, bias=False)
-        self.phi_w = mlp(content + key, hidden, width)
-        self.phi_m = mlp(3 * width, hidden, width)
-        self.phi_beta = mlp(3 * width, hidden, gate.channels(width))
-        self.phi_r = mlp(content + width, hidden, width)
+        self.phi_w = MLP(content + key, hidden, width)
+        self.phi_m = MLP(3 * width, hidden, width)
+        self.phi_beta = MLP(3 * width, hidden, gate.channels(width))
+        self.phi_r = MLP(content + width, hidden, width)
         self.W_K_read = nn.Linear(width, width, bias=False)
         self.W_V_read = nn.Linear(width, width, bias=False)
         with torch.no_grad():
             self.W_V_read.weight.mul_(read_gain)  # at first a slot holds little of any one frame
         self.gate = gate
-        gate.start(self.phi_beta[-1])
+        gate.start(self.phi_beta.last)
         self.register_buffer("eta", slot_identity(count, width), persistent=False)
 
     def prepare(self, content: Float[Tensor, "*n c"], key: Key) -> Drive:
         """Everything about these steps that does not depend on the slots."""
         u = self.phi_w(torch.cat([content, key.q], dim=-1))  # u = phi_w(e, q)
         u_rho = torch.cat([u, key.rho], dim=-1)
-        hidden = [F.linear(u_rho, phi[0].weight[:, self.width :], phi[0].bias) for phi in (self.phi_m, self.phi_beta)]
+        hidden = [
+            F.linear(u_rho, phi.first.weight[:, self.width :], phi.first.bias) for phi in (self.phi_m, self.phi_beta)
+        ]
         query = self.phi_r(torch.cat([content, key.rho], dim=-1)) @ self.W_K_read.weight
         return Drive(self.W_Q(key.rho) @ self.W_K.weight, torch.cat(hidden, dim=-1), query, u)
 
     def weights(self) -> Weights:
         """The slot-side weights of `write`, arranged for it."""
-        first = torch.cat([phi[0].weight[:, : self.width] for phi in (self.phi_m, self.phi_beta)])
+        first = torch.cat([phi.first.weight[:, : self.width] for phi in (self.phi_m, self.phi_beta)])
         return Weights(first, self.identity * self.eta)
 
-    def route(
-        self, route: Float[Tensor, "B d"], m_bar: Float[Tensor, "B K d"]
-    ) -> Float[Tensor, "B K"]:
+    def route(self, route: Float[Tensor, "B d"], m_bar: Float[Tensor, "B K d"]) -> Float[Tensor, "B K"]:
         """omega. Eq. (slot_route)."""
         return torch.softmax(_dots(route, m_bar) / (self.tau * math.sqrt(self.width)), dim=-1)
 
@@ -107,21 +107,17 @@ class Slots(nn.Module):
         m_bar = m + weights.identity
         omega = self.route(drive.route, m_bar)
         hidden = F.gelu(F.linear(m_bar, weights.first) + drive.hidden[:, None])
-        for_m, for_beta = hidden.split(self.phi_m[0].out_features, dim=-1)
-        proposal = torch.tanh(self.phi_m[-1](for_m))
-        beta = omega[..., None] * self.gate(self.phi_beta[-1](for_beta))
+        for_m, for_beta = hidden.split(self.phi_m.first.out_features, dim=-1)
+        proposal = torch.tanh(self.phi_m.last(for_m))
+        beta = omega[..., None] * self.gate(self.phi_beta.last(for_beta))
         return Written(torch.lerp(m, proposal, beta.expand_as(m)), omega, beta)
 
-    def read_weights(
-        self, query: Float[Tensor, "*n d"], m: Float[Tensor, "*n K d"]
-    ) -> Float[Tensor, "*n K"]:
+    def read_weights(self, query: Float[Tensor, "*n d"], m: Float[Tensor, "*n K d"]) -> Float[Tensor, "*n K"]:
         """alpha. Eq. (slot_readout)."""
         m_bar = m + self.identity * self.eta
         return torch.softmax(_dots(query, m_bar) / math.sqrt(self.width), dim=-1)
 
-    def read(
-        self, m: Float[Tensor, "*n K d"], drive: Drive
-    ) -> tuple[Float[Tensor, "*n d"], Float[Tensor, "*n K"]]:
+    def read(self, m: Float[Tensor, "*n K d"], drive: Drive) -> tuple[Float[Tensor, "*n d"], Float[Tensor, "*n K"]]:
         """z and alpha. Eq. (slot_readout); the sum over slots is taken before W_V, which is linear."""
         alpha = self.read_weights(drive.query, m)
         return self.W_V_read(_pool(alpha, m)), alpha

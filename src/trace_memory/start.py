@@ -15,11 +15,11 @@ def content_first(slots: Slots) -> None:
     The key columns of phi_w and the rho columns of phi_m and phi_beta start at zero: keys vary with every wiggle of the
     path, and mixed into the content they drown the cue. The slots' own columns start small, so that the recurrence is calm.
     """
-    content = slots.phi_w[0].in_features - slots.key
-    slots.phi_w[0].weight[:, content:] = 0.0
+    content = slots.phi_w.first.in_features - slots.key
+    slots.phi_w.first.weight[:, content:] = 0.0
     for phi in (slots.phi_m, slots.phi_beta):
-        phi[0].weight[:, : slots.width] *= SLOT_SHARE
-        phi[0].weight[:, 2 * slots.width :] = 0.0
+        phi.first.weight[:, : slots.width] *= SLOT_SHARE
+        phi.first.weight[:, 2 * slots.width :] = 0.0
 
 
 def as_pytorch(module: nn.Module) -> None:

@@ -39,7 +39,7 @@ def test_a_state_continues_from_its_file(name, tmp_path):
 
 def test_a_memory_comes_back_with_its_statistics(tmp_path):
     config = replace(SMALL, name="trace", gate="scalar")
-    memory, state, data = scanned(config)
+    memory, _, data = scanned(config)
     memory.normaliser.fit(list(data[1]), memory.signature)
     save_memory(tmp_path, memory, config)
     again, found = load_memory(tmp_path)

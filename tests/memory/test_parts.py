@@ -122,9 +122,9 @@ def test_adapters(slots):
     torch.testing.assert_close(tokens[..., -1, :], summary)
     torch.testing.assert_close(tokens[..., :-1, :], r.slots @ regression.W_M.weight.T)
     assert (diffusion(r) == 0).all()  # additive and silent at the start
-    torch.nn.init.eye_(diffusion.map[-1].weight)
+    torch.nn.init.eye_(diffusion.map.last.weight)
     pool = torch.einsum("btk,btkd->btd", r.alpha, r.slots)
-    inside = diffusion.map[0](torch.cat([pool, r.z, r.g, r.dg], -1))
+    inside = diffusion.map.first(torch.cat([pool, r.z, r.g, r.dg], -1))
     torch.testing.assert_close(diffusion(r), torch.nn.functional.gelu(inside)[..., :7])
 
 
@@ -141,7 +141,7 @@ def test_feature_modulation_starts_as_the_identity():
 def test_history_is_first_frame_strided_tail_and_now(t, budget, stride):
     indices, valid = history_indices(torch.tensor([t]), budget, stride)
     assert indices.shape == valid.shape == (1, budget)
-    tail = [i for i in range(t, 0, -stride)][: budget - 1][::-1]
+    tail = list(range(t, 0, -stride))[: budget - 1][::-1]
     assert indices[valid].tolist() == [0, *tail]
     assert int(indices.max()) <= t
 

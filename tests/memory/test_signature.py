@@ -98,7 +98,7 @@ def test_stream_goes_on_from_a_state_and_skips_padding(kind, fade):
     torch.testing.assert_close(torch.cat([xi_a, xi_b[valid].view(2, 11, -1)], 1), xi)
     torch.testing.assert_close(torch.cat([delta_a, delta_b[valid].view(2, 11, -1)], 1), delta)
     torch.testing.assert_close(state.value, whole.value)
-    assert (state.count == 16).all()
+    assert (state.seen == 16).all()
     assert (delta_b[~valid] == 0).all()
 
 

@@ -68,8 +68,8 @@ def test_a_closed_gate_leaves_a_slot_exactly_unchanged():
     slots = make(gate=ClosingGate(margin=0.05))
     m, e, key = inputs()
     with torch.no_grad():
-        slots.phi_beta[-1].weight.zero_()
-        slots.phi_beta[-1].bias.fill_(-4.0)
+        slots.phi_beta.last.weight.zero_()
+        slots.phi_beta.last.bias.fill_(-4.0)
     written = slots.write(m, slots.prepare(e, key), slots.weights())
     assert torch.equal(written.slots, m)
 

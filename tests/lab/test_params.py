@@ -1,0 +1,32 @@
+import json
+
+from trace_lab.cli import main
+
+
+def test_json_counts_the_papers_maps(capsys):
+    assert main(["params", "--json"]) == 0
+    counts = json.loads(capsys.readouterr().out)
+    assert counts["updater"] == 11_905_025
+    maps = {name: row["parameters"] for name, row in counts["maps"].items()}
+    assert maps == {
+        "phi_g": 2_935_296,
+        "phi_delta": 2_935_296,
+        "phi_rho": 787_456,
+        "W_Q": 262_144,
+        "W_K": 262_144,
+        "phi_w": 1_311_744,
+        "phi_m": 1_049_600,
+        "phi_beta": 787_457,
+        "phi_r": 1_049_600,
+        "W_K_read": 262_144,
+        "W_V_read": 262_144,
+    }
+    assert sum(maps.values()) == counts["updater"]
+    assert counts["adapters"]["regression"]["[z, g, dg] to summary"] == 786_944
+    assert all(row["total"] == sum(v for k, v in row.items() if k != "total") for row in counts["adapters"].values())
+
+
+def test_table_shows_every_part(capsys):
+    assert main(["params", "--preset", "tiny"]) == 0
+    out = capsys.readouterr().out
+    assert all(word in out for word in ("phi_beta", "W_V_read", "[z, g, dg] to summary", "retrieval"))

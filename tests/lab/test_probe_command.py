@@ -1,0 +1,33 @@
+import json
+
+from trace_lab.cli import main
+
+
+def test_probe_writes_results_and_a_plot(tmp_path, capsys):
+    arguments = [
+        "--memory",
+        "trace",
+        "none",
+        "--delay",
+        "8",
+        "--updates",
+        "50",
+        "--batch",
+        "4",
+        "--lengths",
+        "2",
+        "--json",
+    ]
+    assert main(["probe", *arguments, "--out", str(tmp_path)]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert printed == json.loads((tmp_path / "results.json").read_text())
+    assert [r["memory"] for r in printed] == ["trace", "none"]
+    assert set(printed[0]["longer"]) == {"far 2x", "slow 2x"}
+    assert printed[0]["solved_at"] is None
+    assert [u for u, _ in printed[0]["curve"]] == [25, 50]
+    assert (tmp_path / "curves.png").stat().st_size > 5000
+
+
+def test_bad_numbers_are_named(capsys):
+    assert main(["probe", "--cues", "9"]) == 2
+    assert "cues=9 (1 to 3)" in capsys.readouterr().out

@@ -1,0 +1,47 @@
+"""What only a GPU can show; skipped where there is none (CI)."""
+
+import math
+
+import pytest
+import torch
+
+from trace_memory.config import PRESETS, build
+from trace_memory.graphs import GraphedScan
+from trace_memory.signature import LogSignature, Signature
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+def walk(*shape: int) -> torch.Tensor:
+    return 0.1 * torch.randn(*shape, generator=torch.Generator().manual_seed(0)).cumsum(1)
+
+
+@pytest.mark.parametrize(("kind", "fade"), [(Signature, math.inf), (Signature, 5.0), (LogSignature, math.inf)])
+def test_a_captured_step_streams_the_signature(kind, fade):
+    signature, path = kind(17, 3, fade), walk(2, 30, 17)
+    _, expected, _ = signature.stream(path)
+    state, _, _ = signature.step(signature.init(2, device="cuda"), path[:, 0].cuda())
+    held, point = type(state)(*(x.clone() for x in state)), path[:, 0].cuda()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        new, xi, _ = signature.step(held, point)
+        for old, value in zip(held, new, strict=True):
+            old.copy_(value)
+    for t in range(1, 30):
+        point.copy_(path[:, t])
+        graph.replay()
+    torch.testing.assert_close(xi.cpu(), expected[:, -1], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("preset", ["paper", "default"])
+def test_a_captured_scan_equals_the_eager_one(preset):
+    torch.manual_seed(0)
+    memory = build(PRESETS[preset]).cuda().eval()
+    path = walk(4, 16, 17).cuda()
+    contents = torch.randn(4, 16, 1024, device="cuda", requires_grad=True)
+    captured = GraphedScan(memory, contents, path)(contents, path)
+    (grad,) = torch.autograd.grad(captured.z.square().sum(), contents)
+    eager = memory.scan(contents, path)[1]
+    (expected,) = torch.autograd.grad(eager.z.square().sum(), contents)
+    torch.testing.assert_close(captured.z, eager.z, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(grad, expected, rtol=1e-3, atol=1e-4)
