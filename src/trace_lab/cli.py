@@ -18,7 +18,7 @@ class Command(NamedTuple):
 COMMANDS: dict[str, Command] = {
     "params": Command("trace_lab.params:params", "count the parameters of every map, adapter and memory"),
     "probe": Command("trace_lab.probe:probe", "train memories on a one-minute delayed-evidence task"),
-    "demo": Command("trace_lab.demo:demo", "the main job of the project, start to end (what `make demo` runs)"),
+    "demo": Command("trace_lab.demo:demo", "a model with memory answers where one without guesses (`make demo`)"),
 }
 
 

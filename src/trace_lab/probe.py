@@ -9,11 +9,13 @@ from typing import Annotated, Any, Literal
 
 import torch
 import tyro
+from rich.box import SIMPLE
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from trace_memory.config import MEMORIES, PRESETS
+from trace_memory.checkpoint import config_from_dict
+from trace_memory.config import MEMORIES, PRESETS, build
 from trace_memory.probe import GLYPHS, PROBE_MEMORY, ProbeRun, ProbeTask, start, train
 
 Memory = Literal[tuple(MEMORIES)]  # type: ignore[valid-type]
@@ -63,18 +65,29 @@ def run(probe: ProbeRun, lengths: tuple[int, ...], progress: Progress) -> Result
     return Result(probe.memory.name, probe.task.cues, probe.seed, solved_at, final, longer, curve, seconds)
 
 
+def field(text: str) -> tuple[str, Any]:
+    """From "slots=6" to ("slots", 6)."""
+    name, equals, value = text.partition("=")
+    if not equals:
+        raise ValueError(f"{text!r} has no '=', expected FIELD=VALUE")
+    try:
+        return name, json.loads(value)
+    except json.JSONDecodeError:
+        return name, value
+
+
 def show(results: list[Result], updates: int, console: Console) -> None:
     """One row a training, in the order run."""
     names = list(results[0].longer)
-    table = Table("memory", "seed", "solved at", "accuracy", *names, "seconds", title="Probe")
+    table = Table("memory", "seed", "solved at", "accuracy", *names, "s", title="Probe", box=SIMPLE, padding=(0, 0))
     for r in results:
         solved = str(r.solved_at) if r.solved_at else f"not in {updates}"
         table.add_row(
             r.memory,
             str(r.seed),
             solved,
-            f"{r.accuracy:.3f}",
-            *(f"{r.longer[n]:.3f}" for n in names),
+            f"{r.accuracy:.2f}",
+            *(f"{r.longer[n]:.2f}" for n in names),
             f"{r.seconds:.0f}",
         )
     console.print(table)
@@ -116,7 +129,9 @@ def probe(
     batch: int = 64,
     rate: float = 1e-3,
     solved: float = 0.99,
+    pace: float = 2.0,
     preset: Literal["default", "paper"] = "default",
+    set_: Annotated[tuple[str, ...], tyro.conf.arg(name="set", metavar="FIELD=VALUE")] = (),
     lengths: tuple[int, ...] = LENGTHS,
     device: str = "cpu",
     out: Path = Path("outputs/probe"),
@@ -136,7 +151,9 @@ def probe(
         batch: episodes an update.
         rate: Adam's learning rate.
         solved: accuracy that counts as solved.
+        pace: training batches are played up to this much faster or slower; 1 for none of that.
         preset: `default` is our form of TRACE, `paper` the paper's (docs/decisions/0003).
+        set_: fields of MemoryConfig to change, e.g. --set gate=scalar fade=inf slots=6.
         lengths: how many times the trained length to try afterwards.
         device: cpu or cuda.
         out: folder for curves.png and results.json.
@@ -150,22 +167,32 @@ def probe(
     base = replace(
         PROBE_MEMORY, **{n: getattr(form, n) for n in ("gate", "start", "read_gain", "fade", "bound", "auxiliary")}
     )
+    try:
+        base = config_from_dict(base.to_dict() | dict(field(text) for text in set_), where="--set")
+        build(base)
+    except (ValueError, KeyError, TypeError) as error:
+        print(f"tracemem probe: --set {' '.join(set_)}: {error}")  # noqa: T201
+        return 2
+    plan = ProbeRun(
+        base,
+        ProbeTask(cues, delay),
+        updates=updates,
+        batch=batch,
+        rate=rate,
+        pace=pace,
+        solved=solved,
+        device=device,
+    )
+    settings = {"preset": preset, "set": set_, "delay": delay, "batch": batch, "rate": rate, "pace": pace}
     results: list[Result] = []
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console) as progress:
         for name in memory:
             for seed in range(seeds):
-                numbers: dict[str, Any] = {
-                    "seed": seed,
-                    "updates": updates,
-                    "batch": batch,
-                    "rate": rate,
-                    "solved": solved,
-                }
-                one = ProbeRun(replace(base, name=name), ProbeTask(cues, delay), device=device, **numbers)
+                one = replace(plan, memory=replace(base, name=name), seed=seed)
                 results.append(run(one, lengths, progress))
                 out.mkdir(parents=True, exist_ok=True)
-                lines = [asdict(r) | {"preset": preset, "delay": delay, "batch": batch, "rate": rate} for r in results]
+                lines = [asdict(r) | settings for r in results]
                 (out / "results.json").write_text(json.dumps(lines, indent=1) + "\n")
     plot(results, out / "curves.png")
     if json_:

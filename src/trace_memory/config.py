@@ -35,7 +35,7 @@ class MemoryConfig:
     key: Literal["signature", "logsignature"] = "signature"
     fade: float = 32.0  # path length over which the key forgets, in standardised units
     bound: float = 10.0  # of standardised keys
-    gate: Literal["closing", "scalar"] = "closing"
+    gate: Literal["closing", "channel", "scalar"] = "closing"  # see gates.py
     tau: float = 1.0
     identity: float = 0.5  # lambda_eta
     start: Literal["content", "pytorch"] = "content"  # initial weights, see start.py
@@ -79,7 +79,7 @@ def _keys(c: MemoryConfig, signature: Signature, kind: type[Keys]) -> Keys:
 
 
 def _gate(c: MemoryConfig) -> Gate:
-    return {"closing": ClosingGate, "scalar": ScalarGate}[c.gate]()
+    return {"closing": ClosingGate(), "channel": ClosingGate(margin=0.0), "scalar": ScalarGate()}[c.gate]
 
 
 def _trace(slots: type[Slots] = Slots, keys: type[Keys] = Keys) -> Callable[[MemoryConfig], Memory]:

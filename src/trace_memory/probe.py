@@ -32,6 +32,12 @@ class Episodes(NamedTuple):
     path: Float[Tensor, "B T 3"]
     answer: Int[Tensor, " B"]
 
+    def paced(self, factor: float) -> "Episodes":
+        """The same episodes at another pace: frames repeated (factor > 1) or dropped, the last one kept."""
+        length = self.path.shape[1]
+        index = length - 1 - (torch.arange(round(length * factor), device=self.path.device) / factor).long().flip(0)
+        return Episodes(self.images[:, index], self.path[:, index], self.answer)
+
 
 @dataclass(frozen=True)
 class ProbeTask:
@@ -195,6 +201,7 @@ class ProbeRun:
     batch: int = 64
     rate: float = 1e-3
     warm: int = 100
+    pace: float = 2.0  # batches are played up to this much faster or slower (1: as they are)
     solved: float = 0.99
     every: int = 25
     device: str = "cpu"
@@ -227,7 +234,8 @@ def train(run: ProbeRun, model: ProbeModel) -> Iterator[Progress]:
     for update in range(1, run.updates + 1):
         for group in optimiser.param_groups:
             group["lr"] = run.rate * min(1.0, update / run.warm)
-        loss = model.loss(run.task.sample(run.batch, generator))
+        factor = run.pace ** (2 * float(torch.rand((), generator=generator, device=run.device)) - 1)
+        loss = model.loss(run.task.sample(run.batch, generator).paced(factor))
         optimiser.zero_grad()
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)

@@ -105,10 +105,10 @@ class Signature:
     ) -> tuple[Float[Tensor, "B L D"], Float[Tensor, "B L D"]]:
         """xi and delta after the points at `indices` (any order), without keeping every prefix of a long path.
 
-        On the CPU each stretch between wanted points is one call of pysiglib; on a GPU, where pysiglib's wheels have no
-        kernels, prefixes are streamed and gathered.
+        On the CPU each stretch between wanted points is one call of pysiglib. Where most points are wanted, and on a GPU,
+        for which pysiglib's wheels have no kernels, streaming every prefix is faster (benchmarks/signature.py).
         """
-        if path.is_cuda:
+        if path.is_cuda or path.shape[1] <= 6 * indices.shape[1]:
             _, xi, delta = self.stream(path)
             where = indices[..., None].expand(-1, -1, self.dim)
             return xi.gather(1, where), delta.gather(1, where)
