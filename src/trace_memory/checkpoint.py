@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from trace_memory.config import MemoryConfig, build
 from trace_memory.losses import AuxiliaryWeights
 from trace_memory.memory import Memory, MemoryState
-from trace_memory.normalise import Normaliser
+from trace_memory.signature import Signature
 
 
 class CheckpointError(ValueError):
@@ -23,17 +23,29 @@ class CheckpointError(ValueError):
 
 
 def fingerprint(memory: Memory) -> dict[str, str]:
-    """What a state must share with the memory that continues it: the kind, the cells, the key statistics."""
-    statistics = hashlib.sha256()
-    for module in memory.modules():
-        if isinstance(module, Normaliser):
-            for name, buffer in sorted(module.named_buffers()):
-                statistics.update(name.encode() + buffer.detach().cpu().double().numpy().tobytes())
+    """What a state must share with the memory that continues it: kind, cells, numbers, key statistics and weights."""
+    form: dict[str, dict[str, object]] = {}
+    for name, module in memory.named_modules():
+        parts = [module, *(v for v in vars(module).values() if isinstance(v, Signature))]
+        for part in parts:
+            numbers = {
+                n: v for n, v in vars(part).items() if isinstance(v, int | float) and n[0] != "_" and n != "training"
+            }
+            form.setdefault(name, {})[type(part).__name__] = {n: str(v) for n, v in sorted(numbers.items())}
     return {
         "memory": type(memory).__name__,
         "cells": json.dumps({n: list(s) for n, s in memory.cell_shapes.items()}, sort_keys=True),
-        "statistics": statistics.hexdigest(),
+        "form": json.dumps(form, sort_keys=True),
+        "statistics": _digest(dict(memory.named_buffers())),
+        "weights": _digest(dict(memory.named_parameters())),
     }
+
+
+def _digest(tensors: dict[str, torch.Tensor]) -> str:
+    digest = hashlib.sha256()
+    for name, tensor in sorted(tensors.items()):
+        digest.update(name.encode() + tensor.detach().cpu().contiguous().numpy().tobytes())
+    return digest.hexdigest()
 
 
 def save_state(path: Path, memory: Memory, state: MemoryState) -> None:
@@ -44,7 +56,7 @@ def save_state(path: Path, memory: Memory, state: MemoryState) -> None:
 
 def load_state(path: Path, memory: Memory) -> MemoryState:
     """Reads a state that was saved by a memory like this one, onto this one's device."""
-    device = next(memory.parameters(), torch.zeros(())).device
+    device = memory.init(1).steps.device
     try:
         with safe_open(path, framework="pt", device=str(device)) as file:
             found = file.metadata() or {}
@@ -70,12 +82,19 @@ def save_memory(folder: Path, memory: Memory, config: MemoryConfig) -> None:
 
 def load_memory(folder: Path) -> tuple[Memory, MemoryConfig]:
     """Reads what save_memory wrote."""
-    config = config_from_dict(json.loads((folder / "config.json").read_text()), where=str(folder / "config.json"))
+    file = folder / "config.json"
+    try:
+        values = json.loads(file.read_text())
+    except (OSError, json.JSONDecodeError) as error:
+        raise CheckpointError(f"{file}: not readable JSON ({error})") from error
+    config = config_from_dict(values, where=str(file))
     memory = build(config)
     try:
         memory.load_state_dict(load_file(folder / "model.safetensors"))
-    except (RuntimeError, SafetensorError) as error:
-        raise CheckpointError(f"{folder / 'model.safetensors'}: does not fit config.json: {error}") from error
+    except (RuntimeError, SafetensorError, OSError) as error:
+        raise CheckpointError(
+            f"{folder / 'model.safetensors'}: is missing or does not fit config.json: {error}"
+        ) from error
     return memory, config
 
 

@@ -6,7 +6,6 @@ import difflib
 import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
-from typing import Literal
 
 from trace_memory import ablations, rivals
 from trace_memory.gates import ClosingGate, Gate, ScalarGate
@@ -19,6 +18,12 @@ from trace_memory.slots import Slots
 from trace_memory.start import as_pytorch, content_first
 
 NO_AUXILIARY = AuxiliaryWeights()
+SIGNATURES: dict[str, type[Signature]] = {"signature": Signature, "logsignature": LogSignature}
+GATES: dict[str, Callable[[], Gate]] = {
+    "closing": ClosingGate,
+    "channel": lambda: ClosingGate(margin=0.0),
+    "scalar": ScalarGate,
+}
 
 
 @dataclass(frozen=True)
@@ -32,17 +37,31 @@ class MemoryConfig:
     hidden: int = 512
     slots: int = 4  # K
     depth: int = 3  # p
-    key: Literal["signature", "logsignature"] = "signature"
+    key: str = "signature"  # or "logsignature"
     fade: float = 32.0  # path length over which the key forgets, in standardised units
     bound: float = 10.0  # of standardised keys
-    gate: Literal["closing", "channel", "scalar"] = "closing"  # see gates.py
+    gate: str = "closing"  # or "channel", "scalar": see gates.py
     tau: float = 1.0
     identity: float = 0.5  # lambda_eta
-    start: Literal["content", "pytorch"] = "content"  # initial weights, see start.py
+    start: str = "content"  # or "pytorch", which draws gate and W_V plainly too: see start.py
     read_gain: float = 5.0  # of W_V at the start
     dropout: float = 0.1
     anchor: bool = False  # append the first frame's content to the key
     auxiliary: AuxiliaryWeights = NO_AUXILIARY
+
+    def __post_init__(self) -> None:
+        """Refuses impossible numbers and unknown words by name."""
+        words = {"key": list(SIGNATURES), "gate": list(GATES), "start": ["content", "pytorch"], "name": list(MEMORIES)}
+        for field, known in words.items():
+            value = getattr(self, field)
+            if value not in known:
+                near = difflib.get_close_matches(str(value), known, n=1)
+                hint = f"did you mean {near[0]!r}?" if near else f"expected one of {', '.join(known)}"
+                raise ValueError(f"memory {field}: {value!r} is not known; {hint}")
+        for field in ("channels", "content", "width", "hidden", "slots", "depth", "fade", "bound", "tau", "read_gain"):
+            value = getattr(self, field)
+            if isinstance(value, str) or not value > 0:
+                raise ValueError(f"memory {field}: {value!r}, expected a positive number")
 
     @property
     def auxiliary_weights(self) -> AuxiliaryWeights:
@@ -55,23 +74,8 @@ class MemoryConfig:
         return {n: "inf" if v == math.inf else v for n, v in values.items()}
 
 
-PRESETS: dict[str, MemoryConfig] = {
-    "default": MemoryConfig(),
-    "paper": MemoryConfig(
-        gate="scalar",
-        start="pytorch",
-        read_gain=1.0,
-        fade=math.inf,
-        bound=math.inf,
-        auxiliary=AuxiliaryWeights(0.05, 0.01, 0.002),
-    ),
-    "tiny": MemoryConfig(width=64, hidden=64, content=128),
-}
-
-
 def _signature(c: MemoryConfig) -> Signature:
-    kind = {"signature": Signature, "logsignature": LogSignature}[c.key]
-    return kind(c.channels, c.depth, c.fade)
+    return SIGNATURES[c.key](c.channels, c.depth, c.fade)
 
 
 def _keys(c: MemoryConfig, signature: Signature, kind: type[Keys]) -> Keys:
@@ -79,7 +83,7 @@ def _keys(c: MemoryConfig, signature: Signature, kind: type[Keys]) -> Keys:
 
 
 def _gate(c: MemoryConfig) -> Gate:
-    return {"closing": ClosingGate(), "channel": ClosingGate(margin=0.0), "scalar": ScalarGate()}[c.gate]
+    return GATES[c.gate]()
 
 
 def _trace(slots: type[Slots] = Slots, keys: type[Keys] = Keys) -> Callable[[MemoryConfig], Memory]:
@@ -104,9 +108,10 @@ def _trace(slots: type[Slots] = Slots, keys: type[Keys] = Keys) -> Callable[[Mem
 def _signature_only(c: MemoryConfig) -> Memory:
     signature = _signature(c)
     normaliser = Normaliser(c.channels, signature.dim, c.bound)
-    return ablations.SignatureOnly(
-        normaliser, signature, _keys(replace(c, anchor=False), signature, Keys), content=c.content
-    )
+    keys = _keys(replace(c, anchor=False), signature, Keys)
+    if c.start == "pytorch":
+        as_pytorch(keys)
+    return ablations.SignatureOnly(normaliser, signature, keys, content=c.content)
 
 
 def _plain(kind: Callable[..., Memory]) -> Callable[[MemoryConfig], Memory]:
@@ -129,10 +134,20 @@ MEMORIES: dict[str, Callable[[MemoryConfig], Memory]] = {
 }
 
 
+PRESETS: dict[str, MemoryConfig] = {
+    "default": MemoryConfig(),
+    "paper": MemoryConfig(
+        gate="scalar",
+        start="pytorch",
+        read_gain=1.0,
+        fade=math.inf,
+        bound=math.inf,
+        auxiliary=AuxiliaryWeights(0.05, 0.01, 0.002),
+    ),
+    "tiny": MemoryConfig(width=64, hidden=64, content=128),
+}
+
+
 def build(config: MemoryConfig) -> Memory:
     """The memory a configuration names."""
-    if config.name not in MEMORIES:
-        near = difflib.get_close_matches(config.name, MEMORIES, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"expected one of {', '.join(MEMORIES)}"
-        raise ValueError(f"memory name: {config.name!r} is not known; {hint}")
     return MEMORIES[config.name](config)

@@ -26,26 +26,30 @@ class GraphedScan:
     """Readouts of whole scans from zero, for batches shaped like the examples it was made with.
 
     Make it before, or after the end of, any eager forward through the same memory: capture fails while an autograd graph
-    of the default stream is still alive.
+    of the default stream is still alive. Like every captured callable it writes its readouts into the same tensors each
+    time, so use one forward and its backward before the next; and it does not look for NaN.
     """
 
     def __init__(self, memory: Memory, contents: Tensor, path: Tensor, valid: Tensor | None = None):
         if not contents.is_cuda:
             raise ValueError(f"contents: on {contents.device}, expected a CUDA device")
-        self.shape = tuple(contents.shape)
-        mask = torch.ones(self.shape[:2], dtype=torch.bool, device=contents.device) if valid is None else valid
-        example = (
-            contents.detach().clone().requires_grad_(contents.requires_grad),
-            path.detach().clone(),
-            mask.clone(),
-        )
-        self.captured: Any = torch.cuda.make_graphed_callables(_Flat(memory), example, allow_unused_input=True)
+        self.memory, self.training = memory, memory.training
+        self.mask = torch.ones(contents.shape[:2], dtype=torch.bool, device=contents.device) if valid is None else valid
+        self.example = (contents.detach().clone(), path.detach().clone(), self.mask.clone())
+        self.example[0].requires_grad_(contents.requires_grad)
+        self.captured: Any = torch.cuda.make_graphed_callables(_Flat(memory), self.example, allow_unused_input=True)
 
     def __call__(self, contents: Tensor, path: Tensor, valid: Tensor | None = None) -> Readout:
-        """As `memory.scan(contents, path, valid)[1]`."""
-        if tuple(contents.shape) != self.shape:
-            raise ValueError(f"contents: shape {tuple(contents.shape)}, expected the captured {self.shape}")
-        mask = torch.ones(self.shape[:2], dtype=torch.bool, device=contents.device) if valid is None else valid
-        flat = self.captured(contents, path, mask)
+        """As `memory.scan(contents, path, valid)[1]`, in the tensors of the last call."""
+        if self.memory.training != self.training:
+            raise ValueError(f"memory: training is {self.memory.training}, expected {self.training} as when captured")
+        given = (contents, path, torch.ones_like(self.mask) if valid is None else valid)
+        for name, x, like in zip(("contents", "path", "valid"), given, self.example, strict=True):
+            if (x.shape, x.dtype, x.device) != (like.shape, like.dtype, like.device):
+                raise ValueError(
+                    f"{name}: {tuple(x.shape)} {x.dtype} on {x.device}, expected {tuple(like.shape)} {like.dtype} "
+                    f"on {like.device} as captured"
+                )
+        flat = self.captured(*given)
         slots, z, g, dg, alpha = flat[:5]
         return Readout(slots, z, g, dg, alpha, Routing(*flat[5:]) if len(flat) > 5 else None)

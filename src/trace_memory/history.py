@@ -9,7 +9,7 @@ def history_indices(t: Int[Tensor, " B"], budget: int, stride: int) -> tuple[Int
     """First frame, tail of every `stride`-th frame up to t, and t itself, in causal order, with the mask of real entries.
 
     Entry 0 is the first frame; entry l >= 1 is t - stride * (budget - 1 - l), real only if it comes after the first
-    frame. At t = 0 the first frame is the current one and stands once.
+    frame. The last entry is always t: at t = 0 the first frame is the current one and stands there, once.
     """
     if budget < 2 or stride < 1:
         raise ValueError(f"history: budget={budget}, stride={stride}; expected budget >= 2 and stride >= 1")
@@ -19,5 +19,5 @@ def history_indices(t: Int[Tensor, " B"], budget: int, stride: int) -> tuple[Int
     indices = t[:, None] - back
     valid = indices > 0
     indices, valid = indices.clamp_min(0), valid.clone()
-    indices[:, 0], valid[:, 0] = 0, True
+    indices[:, 0], valid[:, 0], valid[:, -1] = 0, t > 0, True
     return indices, valid

@@ -28,6 +28,7 @@ def entropy_loss(omega: Float[Tensor, "*n K"], valid: Bool[Tensor, "*n"]) -> Flo
     """Penalises diffuse routing at each step; 1 for uniform routing, 0 for one slot."""
     if omega.shape[-1] == 1:
         return omega.sum() * 0.0
+    omega = torch.where(valid[..., None], omega, 1.0)
     # clamped inside the log: routing may reach exactly 0, where the gradient of entr() is infinite
     entropy = -(omega * omega.clamp_min(1e-12).log()).sum(-1) / math.log(omega.shape[-1])
     return _mean(entropy, valid)
@@ -37,6 +38,7 @@ def consistency_loss(
     z: Float[Tensor, "*n d"], u: Float[Tensor, "*n d"], valid: Bool[Tensor, "*n"]
 ) -> Float[Tensor, ""]:
     """Aligns the bounded readout with the write proposal."""
+    z, u = (torch.where(valid[..., None], x, 0.0) for x in (z, u))
     return _mean(((torch.tanh(z) - torch.tanh(u)) ** 2).mean(-1), valid)
 
 

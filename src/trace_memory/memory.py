@@ -63,12 +63,17 @@ class Track(NamedTuple):
 class Memory(nn.Module, ABC):
     """One interface for every memory. `content` and `width` are widths of e_t and of the readout, `channels` is d_s.
 
-    Inputs of the public methods are checked here, by name, in production too; their shapes stand in comments.
+    Inputs of the public methods are checked here, by name, in production too (values only where that costs no graph or
+    compiled region); their shapes stand in comments. A memory computes in its own dtype, float32 or float64, also inside
+    autocast: half-precision contents are cast up, so that training and deployment give the same numbers.
     """
+
+    _like: Tensor
 
     def __init__(self, *, content: int, channels: int, width: int):
         super().__init__()
         self.content, self.channels, self.width = content, channels, width
+        self.register_buffer("_like", torch.zeros(()), persistent=False)  # the memory's device and dtype
 
     @property
     @abstractmethod
@@ -99,8 +104,7 @@ class Memory(nn.Module, ABC):
         """Rows that have not begun, on the memory's own device unless told otherwise."""
         if batch < 1:
             raise MemoryInputError(f"batch: {batch} rows, expected at least 1")
-        like = next(self.parameters(), torch.zeros(()))
-        dtype, device = dtype or like.dtype, device or like.device
+        dtype, device = dtype or self._like.dtype, device or self._like.device
         cells = {n: torch.zeros(batch, *s, dtype=dtype, device=device) for n, s in self.cell_shapes.items()}
         return MemoryState(torch.zeros(batch, dtype=torch.int64, device=device), cells)
 
@@ -124,12 +128,16 @@ class Memory(nn.Module, ABC):
     ) -> tuple[MemoryState, Readout]:
         """Folded steps: the state after the last, and the readout after each. What is not `valid` changes nothing."""
         self._check_widths(contents, path, dims=3)
-        if state is None:
-            state = self.init(contents.shape[0], dtype=contents.dtype, device=contents.device)
-        valid = self._check(contents, path, valid, state)
-        contents = torch.where(valid[..., None], contents, 0.0)
-        track = self._track(state, path, valid)
-        cells, readouts = self._run(state, contents, track, valid)
+        if path.shape[:2] != contents.shape[:2]:
+            raise MemoryInputError(
+                f"robot_state: {tuple(path.shape[:2])} rows and steps, expected content's {tuple(contents.shape[:2])}"
+            )
+        state = self.init(contents.shape[0]) if state is None else state
+        valid = self._check(contents, path, path_valid=valid, valid=valid, state=state)
+        with torch.autocast(contents.device.type, enabled=False):
+            contents = torch.where(valid[..., None], contents.to(path.dtype), 0.0)
+            track = self._track(state, path, valid)
+            cells, readouts = self._run(state, contents, track, valid)
         if track is not None:
             cells = cells | track.cells
         return MemoryState(state.steps + valid.sum(1), cells), readouts
@@ -143,21 +151,25 @@ class Memory(nn.Module, ABC):
     ) -> Readout:
         """The paper's budget scan: only frames `at` are written, keyed by the whole path. Eq. (history_scan)."""
         self._check_widths(contents, path, dims=3)
-        state = self.init(contents.shape[0], dtype=contents.dtype, device=contents.device)
-        inside = (at >= 0) & (at < path.shape[1])
-        if at.shape != contents.shape[:2] or (_may_sync() and not bool(inside.all())):
+        state = self.init(contents.shape[0])
+        valid = self._check(contents, path, path_valid=None, valid=valid, state=state)
+        if at.shape != contents.shape[:2] or at.dtype != torch.int64 or at.device != contents.device:
             raise MemoryInputError(
-                f"at: shape {tuple(at.shape)}, expected {tuple(contents.shape[:2])} indices into path"
+                f"at: {tuple(at.shape)} {at.dtype} on {at.device}, expected {tuple(contents.shape[:2])} torch.int64 "
+                f"on {contents.device}"
             )
-        valid = self._check(contents, path, valid, state)
-        contents = torch.where(valid[..., None], contents, 0.0)
-        return self._run(state, contents, self._track_at(path, at), valid)[1]
+        if _may_sync() and not bool(((at >= 0) & (at < path.shape[1])).all()):
+            raise MemoryInputError(f"at: from {int(at.min())} to {int(at.max())}, expected 0 to {path.shape[1] - 1}")
+        with torch.autocast(contents.device.type, enabled=False):
+            contents = torch.where(valid[..., None], contents.to(path.dtype), 0.0)
+            return self._run(state, contents, self._track_at(path, at), valid)[1]
 
     def reset(self, state: MemoryState, rows: Tensor) -> MemoryState:
         """The state with these rows begun anew."""
-        if rows.shape != state.steps.shape or rows.dtype != torch.bool:
+        if rows.shape != state.steps.shape or rows.dtype != torch.bool or rows.device != state.steps.device:
             raise MemoryInputError(
-                f"rows: {tuple(rows.shape)} {rows.dtype}, expected a bool mask ({len(state.steps)},)"
+                f"rows: {tuple(rows.shape)} {rows.dtype} on {rows.device}, expected a bool mask ({len(state.steps)},) "
+                f"on {state.steps.device}"
             )
         cells = {n: torch.where(rows.view(-1, *[1] * (c.ndim - 1)), 0.0, c) for n, c in state.cells.items()}
         return MemoryState(torch.where(rows, 0, state.steps), cells)
@@ -177,30 +189,39 @@ class Memory(nn.Module, ABC):
                     f"{name}: shape {tuple(x.shape)}, expected {form.format(width)} with no size zero"
                 )
 
-    def _check(self, contents: Tensor, path: Tensor, valid: Tensor | None, state: MemoryState) -> Tensor:
+    def _check(
+        self, contents: Tensor, path: Tensor, path_valid: Tensor | None, valid: Tensor | None, state: MemoryState
+    ) -> Tensor:
+        """Refuses what does not fit, by name; returns the mask of contents. `path_valid` excuses padding of the path."""
         batch, length = contents.shape[:2]
-        reference = next(iter(state.cells.values()), None)
-        if {n: tuple(c.shape[1:]) for n, c in state.cells.items()} != self.cell_shapes:
-            raise MemoryInputError(
-                f"state: cells { {n: tuple(c.shape[1:]) for n, c in state.cells.items()} }, expected {self.cell_shapes}"
-            )
+        own, where = self._like.dtype, self._like.device
+        if own not in (torch.float32, torch.float64):
+            raise MemoryInputError(f"memory: parameters are {own}, expected float32 or float64")
+        found = {n: tuple(c.shape[1:]) for n, c in state.cells.items()}
+        if found != self.cell_shapes:
+            raise MemoryInputError(f"state: cells {found}, expected {self.cell_shapes}")
+        for name, x in (("state.steps", state.steps), *((f"state.{n}", c) for n, c in state.cells.items())):
+            if len(x) != len(state.steps) or x.device != where or (x.is_floating_point() and x.dtype != own):
+                raise MemoryInputError(
+                    f"{name}: {len(x)} rows {x.dtype} on {x.device}, expected {len(state.steps)} rows {own} on {where}"
+                )
         for name, x in (("content", contents), ("robot_state", path)):
             if x.shape[0] != len(state.steps):
                 raise MemoryInputError(f"{name}: {x.shape[0]} rows, expected the state's {len(state.steps)}")
-            if not x.is_floating_point():
-                raise MemoryInputError(f"{name}: dtype {x.dtype}, expected a floating dtype")
-            if x.device != state.steps.device:
-                raise MemoryInputError(f"{name}: on {x.device}, expected the state's device {state.steps.device}")
-        if reference is not None and path.dtype != reference.dtype:
-            raise MemoryInputError(f"robot_state: dtype {path.dtype}, expected the state's {reference.dtype}")
-        mask = torch.ones(batch, length, dtype=torch.bool, device=contents.device) if valid is None else valid
-        if mask.shape != (batch, length) or mask.dtype != torch.bool:
-            raise MemoryInputError(f"valid: {tuple(mask.shape)} {mask.dtype}, expected bool ({batch}, {length})")
+            if x.device != where:
+                raise MemoryInputError(f"{name}: on {x.device}, expected the memory's device {where}")
+            half = name == "content" and x.dtype in (torch.bfloat16, torch.float16)
+            if x.dtype != own and not half:
+                raise MemoryInputError(f"{name}: dtype {x.dtype}, expected the memory's {own}")
+        mask = torch.ones(batch, length, dtype=torch.bool, device=where) if valid is None else valid
+        if mask.shape != (batch, length) or mask.dtype != torch.bool or mask.device != where:
+            raise MemoryInputError(
+                f"valid: {tuple(mask.shape)} {mask.dtype} on {mask.device}, expected bool ({batch}, {length}) on {where}"
+            )
         if _may_sync():
-            aligned = path.shape[1] == length
-            for name, x in (("content", contents), ("robot_state", path)):
+            for name, x, excused in (("content", contents, mask), ("robot_state", path, path_valid)):
                 good = torch.isfinite(x).all(-1)
-                if not bool((good | ~mask if name == "content" or aligned else good).all()):
+                if not bool((good if excused is None else good | ~excused).all()):
                     raise MemoryInputError(f"{name}: has a NaN or infinite value, expected finite numbers")
         return mask
 

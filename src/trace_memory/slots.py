@@ -41,7 +41,7 @@ class Written(NamedTuple):
 
 
 def slot_identity(count: int, width: int) -> Float[Tensor, "K d"]:
-    """eta: a sinusoid of k + 1, centred over the slots and scaled to norm sqrt(width)."""
+    """eta: a sinusoid of k + 1, less its mean over the slots, each then scaled to norm sqrt(width)."""
     rate = torch.exp(-math.log(1e4) * torch.arange(0, width, 2) / width)
     angle = torch.arange(1, count + 1)[:, None] * rate
     eta = torch.stack([angle.sin(), angle.cos()], dim=-1).flatten(1)[:, :width]

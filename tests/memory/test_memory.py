@@ -116,6 +116,37 @@ def test_budget_scan_of_every_frame_is_the_scan(config):
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
 
 
+def test_budget_scan_keys_by_the_whole_path_and_writes_only_the_chosen(config):
+    """L « T, with holes: keys equal the full scan's at those frames; writes happen there only."""
+    memory = make(config)
+    generator = torch.Generator().manual_seed(3)
+    contents = torch.randn(B, 4, C, generator=generator, dtype=torch.float64)
+    path = torch.randn(B, 60, D, generator=generator, dtype=torch.float64).cumsum(1) * 0.3
+    at = torch.tensor([[0, 7, 30, 59], [0, 0, 12, 13], [0, 20, 40, 58]])
+    valid = torch.tensor([[True] * 4, [False, True, True, True], [True, False, True, True]])
+    readouts = memory.scan_at(contents, path, at, valid)
+    everything = memory.scan(torch.zeros(B, 60, C).double(), path)[1]
+    where = at[..., None].expand(-1, -1, memory.width)
+    for mine, full in ((readouts.g, everything.g), (readouts.dg, everything.dg)):
+        if not config.anchor:
+            torch.testing.assert_close(mine, full.gather(1, where), rtol=1e-9, atol=1e-9)
+    junk = torch.where(valid[..., None], contents, math.nan)
+    for a, b in zip(tensors(memory.scan_at(junk, path, at, valid)), tensors(readouts), strict=True):
+        assert torch.equal(a[valid], b[valid])
+
+
+@pytest.mark.parametrize("half", [torch.bfloat16, torch.float16])
+def test_autocast_and_half_contents_change_nothing(config, half):
+    memory = make(config, torch.float32)
+    contents, path, _ = data(torch.float32)
+    contents = contents.to(half)
+    expected = memory.scan(contents.float(), path)[1]
+    with torch.autocast("cpu", dtype=half):
+        found = memory.scan(contents, path)[1]
+    for a, b in zip(tensors(found), tensors(expected), strict=True):
+        assert torch.equal(a, b)
+
+
 def test_gradients_reach_the_first_content(config):
     """A readout at the end depends on the first frame, for every memory that remembers (window and rows permitting)."""
     memory = make(config)
@@ -136,9 +167,11 @@ BAD = {
     "content width": (r"content: shape \(3, 9\), expected \(B, 10\)", lambda c, p: (c[:, :9], p)),
     "rows": ("content: 2 rows, expected the state's 3", lambda c, p: (c[:2], p[:2])),
     "no rows": (r"content: shape \(0, 10\)", lambda c, p: (c[:0], p[:0])),
-    "integers": ("content: dtype torch.int64, expected a floating dtype", lambda c, p: (c.long(), p)),
-    "dtype": ("robot_state: dtype torch.float32, expected the state's torch.float64", lambda c, p: (c, p.float())),
-    "device": ("content: on meta, expected the state's device cpu", lambda c, p: (c.to("meta"), p)),
+    "integers": ("content: dtype torch.int64, expected the memory's torch.float64", lambda c, p: (c.long(), p)),
+    "content dtype": ("content: dtype torch.float32, expected the memory's torch.float64", lambda c, p: (c.float(), p)),
+    "dtype": ("robot_state: dtype torch.float32, expected the memory's torch.float64", lambda c, p: (c, p.float())),
+    "half states": ("robot_state: dtype torch.bfloat16", lambda c, p: (c, p.bfloat16())),
+    "device": ("content: on meta, expected the memory's device cpu", lambda c, p: (c.to("meta"), p)),
 }
 
 
@@ -161,19 +194,49 @@ def test_bad_scans_are_named():
     for message, arguments in (
         (r"content: shape \(3, 0, 10\).*no size zero", (contents[:, :0], path[:, :0])),
         ("valid: .* expected bool", (contents, path, valid.float())),
+        (r"robot_state: \(3, 39\) rows and steps, expected content's \(3, 40\)", (contents, path[:, 1:])),
         (r"valid: \(3, 39\)", (contents, path, valid[:, 1:])),
         ("state: cells", (contents, path, valid, make(replace(SMALL, name="gru")).init(B))),
     ):
         with pytest.raises(MemoryInputError, match=message):
             memory.scan(*arguments)
-    with pytest.raises(MemoryInputError, match="at: "):
+    with pytest.raises(MemoryInputError, match=f"at: from 0 to {T}, expected 0 to {T - 1}"):
         memory.scan_at(contents[:, :2], path, torch.tensor([[0, T]] * B))
+    with pytest.raises(MemoryInputError, match=r"at: .*float32"):
+        memory.scan_at(contents[:, :2], path, torch.zeros(B, 2))
+    with pytest.raises(
+        MemoryInputError, match="robot_state: has a NaN"
+    ):  # padding of contents does not excuse the path
+        memory.scan_at(
+            contents, path + torch.where(valid[..., None], 0.0, math.nan), torch.arange(T).expand(B, T), valid
+        )
+    with pytest.raises(MemoryInputError, match=r"memory: parameters are torch\.bfloat16"):
+        make(SMALL, torch.bfloat16).scan(contents.bfloat16(), path.bfloat16())
+    state = memory.init(B)
+    short = MemoryState(state.steps, state.cells | {"slots": state.cells["slots"][:1]})
+    with pytest.raises(MemoryInputError, match=r"state\.slots: 1 rows"):
+        memory.scan(contents, path, state=short)
     with pytest.raises(MemoryInputError, match="batch: 0 rows"):
         memory.init(0)
     with pytest.raises(MemoryInputError, match="rows: "):
         memory.reset(memory.init(B), torch.tensor([0, 1, 2]))
 
 
-def test_unknown_memory_names_the_nearest():
-    with pytest.raises(ValueError, match="did you mean 'transformer'"):
-        build(replace(SMALL, name="transfomer"))
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"name": "transfomer"}, "memory name: .*did you mean 'transformer'"),
+        ({"gate": "closng"}, "memory gate: .*did you mean 'closing'"),
+        ({"start": "Pytorch"}, "memory start: .*did you mean 'pytorch'"),
+        ({"key": "xyz"}, "memory key: .*expected one of signature, logsignature"),
+        ({"tau": 0.0}, "memory tau: 0.0, expected a positive number"),
+        ({"slots": 0}, "memory slots: 0"),
+    ],
+)
+def test_impossible_configurations_are_named(change, message):
+    with pytest.raises(ValueError, match=message):
+        replace(SMALL, **change)
+
+
+def test_a_memory_without_parameters_knows_its_device():
+    assert make(replace(SMALL, name="none")).to("meta").init(2).steps.device.type == "meta"

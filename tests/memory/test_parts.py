@@ -90,6 +90,19 @@ def test_losses_as_defined():
     assert consistency_loss(z, u, torch.tensor([[True, False]])) == pytest.approx(one)
 
 
+def test_padding_stays_out_of_losses_and_gradients():
+    valid = torch.tensor([True, False])
+    omega = torch.tensor([[0.3, 0.7], [math.nan, 0.0]], requires_grad=True)
+    z = torch.tensor([[1.0], [math.inf]], requires_grad=True)
+    u = torch.tensor([[0.5], [math.nan]])
+    total = balance_loss(omega, valid) + entropy_loss(omega, valid) + consistency_loss(z, u, valid)
+    total.backward()
+    assert torch.isfinite(total)
+    for grad in (omega.grad, z.grad):
+        assert torch.isfinite(grad[0]).all()
+        assert (grad[1] == 0).all()
+
+
 def test_losses_have_finite_gradients_where_routing_is_hard():
     omega = torch.tensor([[1.0, 0.0], [0.3, 0.7]], requires_grad=True)
     entropy_loss(omega, torch.tensor([True, True])).backward()
@@ -143,6 +156,8 @@ def test_history_is_first_frame_strided_tail_and_now(t, budget, stride):
     assert indices.shape == valid.shape == (1, budget)
     tail = list(range(t, 0, -stride))[: budget - 1][::-1]
     assert indices[valid].tolist() == [0, *tail]
+    assert valid[0, -1]
+    assert indices[0, -1] == t  # the current frame always stands last
     assert int(indices.max()) <= t
 
 
