@@ -20,11 +20,6 @@ class CurrentObservation(Memory):
         super().__init__(content=content, channels=channels, width=width)
         self.map = nn.Linear(content, width)
 
-    @property
-    def cell_shapes(self) -> dict[str, tuple[int, ...]]:
-        """No cells."""
-        return {}
-
     def _run(
         self, state: MemoryState, contents: Tensor, track: Track | None, valid: Tensor
     ) -> tuple[dict[str, Tensor], Readout]:

@@ -1,5 +1,5 @@
-"""Memories and memory states as files: safetensors for numbers, JSON for words, nothing that unpickles. A state file carries
-the fingerprint of the memory it belongs to and is refused by any other.
+"""Memories and memory states as files: safetensors for numbers, JSON for words, nothing that can run code. A state file
+carries the fingerprint of the memory it belongs to and is refused by any other.
 """
 
 import hashlib

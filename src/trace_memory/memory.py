@@ -76,9 +76,9 @@ class Memory(nn.Module, ABC):
         self.register_buffer("_like", torch.zeros(()), persistent=False)  # the memory's device and dtype
 
     @property
-    @abstractmethod
     def cell_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shape of each cell of the state, for one row."""
+        """Shape of each cell of the state, for one row; none unless a memory says so."""
+        return {}
 
     @abstractmethod
     def _run(

@@ -18,11 +18,6 @@ from trace_memory.memory import Memory, MemoryState, Readout, Track
 class NoMemory(Memory):
     """Remembers nothing and says nothing: the base policy."""
 
-    @property
-    def cell_shapes(self) -> dict[str, tuple[int, ...]]:
-        """No cells."""
-        return {}
-
     def _run(
         self, state: MemoryState, contents: Tensor, track: Track | None, valid: Tensor
     ) -> tuple[dict[str, Tensor], Readout]:
