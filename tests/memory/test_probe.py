@@ -66,8 +66,8 @@ def test_trace_learns_and_no_memory_cannot():
     """One cue, a short delay: TRACE answers, the same model without memory stays at chance."""
     task = ProbeTask(cues=1, delay=16)
     accuracies = {}
-    for name in ("trace", "none"):
-        run = ProbeRun(replace(PROBE_MEMORY, name=name), task, updates=250, batch=32)
+    for name, updates in (("trace", 400), ("none", 150)):
+        run = ProbeRun(replace(PROBE_MEMORY, name=name), task, updates=updates, batch=32)
         model = start(run)
         for _ in train(run, model):
             pass
