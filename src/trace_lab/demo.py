@@ -16,7 +16,7 @@ def demo(out: Path = Path("outputs/demo")) -> int:
     console = Console()
     console.print(
         "A small robot sees a framed colour, wanders for 32 steps, and is asked which colour it was.\n"
-        "The same model is trained twice: without memory, and with TRACE. This takes about two minutes on two cores.\n"
+        "The same model is trained twice: without memory, and with TRACE. This takes a minute or two on two cores.\n"
         "(The demonstration on simulated robot tasks, with LeRobot policies and videos, is not built yet.)\n"
     )
     return probe(memory=("none", "trace"), delay=32, updates=400, batch=32, lengths=(2, 8), out=out)

@@ -2,6 +2,7 @@
 
 import json
 import statistics
+import sys
 import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -160,7 +161,8 @@ def probe(
         json_: print the results as JSON instead of a table.
     """
     if not 1 <= cues <= 3 or delay < 8 or seeds < 1 or not memory:
-        print(f"tracemem probe: cues={cues} (1 to 3), delay={delay} (8 or more), seeds={seeds} (1 or more)")  # noqa: T201
+        wanted = f"cues={cues} (1 to 3), delay={delay} (8 or more), seeds={seeds} (1 or more)"
+        print(f"tracemem probe: {wanted}", file=sys.stderr)  # noqa: T201
         return 2
     console = Console(stderr=json_)
     form = PRESETS[preset]
@@ -171,7 +173,7 @@ def probe(
         base = config_from_dict(base.to_dict() | dict(field(text) for text in set_), where="--set")
         build(base)
     except (ValueError, KeyError, TypeError) as error:
-        print(f"tracemem probe: --set {' '.join(set_)}: {error}")  # noqa: T201
+        print(f"tracemem probe: --set {' '.join(set_)}: {error}", file=sys.stderr)  # noqa: T201
         return 2
     plan = ProbeRun(
         base,

@@ -105,7 +105,7 @@ class ProbeTask:
 
 
 def _draw(event: Tensor, uniform: Callable[..., Tensor]) -> Tensor:
-    """Images: noise, often a coloured patch somewhere, and a white-framed coloured patch where there is an event."""
+    """Images: noise, a small patch somewhere (black, or at times a stray colour), and the framed colour of an event."""
     shape, frames, device = event.shape, event.numel(), event.device
     colours = torch.tensor([[1.0, 0, 0], [0, 1, 0], [0, 0, 1], [1, 1, 0]], device=device)
     images = 0.2 * uniform(frames, 3, SIZE, SIZE)

@@ -1,6 +1,10 @@
 import json
+import re
+from pathlib import Path
 
 from trace_lab.cli import main
+from trace_lab.params import memories
+from trace_memory.config import PRESETS
 
 
 def test_json_counts_the_papers_maps(capsys):
@@ -30,3 +34,18 @@ def test_table_shows_every_part(capsys):
     assert main(["params", "--preset", "tiny"]) == 0
     out = capsys.readouterr().out
     assert all(word in out for word in ("phi_beta", "W_V_read", "[z, g, dg] to summary", "retrieval"))
+
+
+def test_the_documented_sizes_are_the_counted_ones():
+    """The table of docs/memories.md, row by row, against the modules."""
+    text = (Path(__file__).parents[2] / "docs/memories.md").read_text()
+    row = r"^\| `([a-z-]+)` \|.*\| ([\d,]+) \| ([\d,]+) \| ([\d.]+) \|$"
+    documented = {
+        name: {
+            "parameters": int(p.replace(",", "")),
+            "state_bytes": int(b.replace(",", "")),
+            "mega_mac_per_step": float(m),
+        }
+        for name, p, b, m in re.findall(row, text, re.MULTILINE)
+    }
+    assert documented == memories(PRESETS["paper"])

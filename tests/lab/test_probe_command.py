@@ -30,7 +30,7 @@ def test_probe_writes_results_and_a_plot(tmp_path, capsys):
 
 def test_bad_numbers_are_named(capsys):
     assert main(["probe", "--cues", "9"]) == 2
-    assert "cues=9 (1 to 3)" in capsys.readouterr().out
+    assert "cues=9 (1 to 3)" in capsys.readouterr().err
 
 
 def test_set_changes_one_field_and_names_a_bad_one(tmp_path, capsys):
@@ -53,4 +53,4 @@ def test_set_changes_one_field_and_names_a_bad_one(tmp_path, capsys):
     assert json.loads(capsys.readouterr().out)[0]["set"] == ["slots=2", "gate=scalar"]
     for bad, message in (("slotz=2", "unknown field ['slotz']"), ("slots", "expected FIELD=VALUE"), ("gate=x", "'x'")):
         assert main(["probe", "--set", bad]) == 2
-        assert message in capsys.readouterr().out
+        assert message in capsys.readouterr().err
