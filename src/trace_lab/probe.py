@@ -148,7 +148,7 @@ def probe(
         cues: stations to remember; one of them is asked for.
         delay: steps between the last cue and the question.
         seeds: trainings a memory, with seeds 0, 1, ...
-        updates: most updates a training may take; it stops when solved twice in a row.
+        updates: most updates a training may take; after being solved twice in a row it settles for 100 more.
         batch: episodes an update.
         rate: Adam's learning rate.
         solved: accuracy that counts as solved.

@@ -201,6 +201,7 @@ class ProbeRun:
     batch: int = 64
     rate: float = 1e-3
     warm: int = 100
+    settle: int = 100  # updates after solving, while the rate falls to zero
     pace: float = 2.0  # batches are played up to this much faster or slower (1: as they are)
     solved: float = 0.99
     every: int = 25
@@ -227,13 +228,18 @@ def start(run: ProbeRun) -> ProbeModel:
 
 
 def train(run: ProbeRun, model: ProbeModel) -> Iterator[Progress]:
-    """Trains in place until solved twice in a row or out of updates."""
+    """Trains in place until out of updates, or until solved twice in a row and then settled.
+
+    Settling matters: at a full rate single updates still throw one answer off at longer lengths, and stopping is luck.
+    """
     generator = torch.Generator(run.device).manual_seed(run.seed)
     optimiser = torch.optim.Adam(model.parameters(), lr=run.rate)
-    before, total = False, 0.0
-    for update in range(1, run.updates + 1):
+    before, total, end = False, 0.0, math.inf
+    for update in range(1, run.updates + run.settle + 1):
+        if update > run.updates and end == math.inf:
+            return
         for group in optimiser.param_groups:
-            group["lr"] = run.rate * min(1.0, update / run.warm)
+            group["lr"] = run.rate * min(1.0, update / run.warm, max(0.0, (end - update + 1) / max(run.settle, 1)))
         factor = run.pace ** (2 * float(torch.rand((), generator=generator, device=run.device)) - 1)
         loss = model.loss(run.task.sample(run.batch, generator).paced(factor))
         optimiser.zero_grad()
@@ -244,7 +250,9 @@ def train(run: ProbeRun, model: ProbeModel) -> Iterator[Progress]:
         if update % run.every == 0:
             accuracy = model.accuracy(run.task, 256, torch.Generator(run.device).manual_seed(1_000_000 + run.seed))
             solved = accuracy >= run.solved
-            yield Progress(update, total / run.every, accuracy, solved and before)
-            if solved and before:
+            first = solved and before and end == math.inf
+            end = update + run.settle if first else end
+            yield Progress(update, total / run.every, accuracy, first)
+            if update >= end:
                 return
             before, total = solved, 0.0
