@@ -1,1 +1,13 @@
-"""The simulated suite of delayed-evidence tasks. MuJoCo and Gymnasium only; knows no torch and no LeRobot."""
+"""A simulated suite of five delayed-evidence tasks in MuJoCo: scenes, experts, scoring, Gymnasium environments."""
+
+import os
+
+# Read by mujoco when it is first imported: without a screen only EGL or OSMesa can draw.
+os.environ.setdefault("MUJOCO_GL", "egl")
+
+import gymnasium
+
+from trace_bench.registry import TASKS
+
+for _name in TASKS:
+    gymnasium.register(f"trace_bench/{_name}-v0", entry_point="trace_bench.env:make", kwargs={"task": _name})

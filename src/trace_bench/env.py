@@ -1,0 +1,178 @@
+"""The tasks as Gymnasium environments. An observation holds what a robot would see and measure, and the number of the step;
+the cue, the branch frame and the score are in `info["scoring"]`, for evaluation only.
+"""
+
+import json
+from collections.abc import Iterator
+from typing import Any, SupportsFloat
+
+import gymnasium
+import numpy as np
+from numpy.typing import NDArray
+
+from trace_bench.episode import SPLITS, Episode, Split, draw_cue
+from trace_bench.expert import Expert
+from trace_bench.referee import Outcome, Record, classify
+from trace_bench.registry import load
+from trace_bench.robot import CAMERAS, CHANNELS, HIGH, LOW, Vector
+from trace_bench.task import PROFILES, Profile, Task
+from trace_bench.world import World
+
+Observation = dict[str, Any]
+PATIENCE = 1.6  # a rollout may take this much longer than an unhurried expert
+
+
+class ActionError(ValueError):
+    """An action that cannot be carried out; nothing was changed."""
+
+
+class OptionError(ValueError):
+    """An option of an environment or of its reset that makes no sense."""
+
+
+class BenchEnv(gymnasium.Env[Observation, NDArray[np.float32]]):
+    """One robot at one task. The same seed gives the same episode, bit for bit."""
+
+    def __init__(
+        self,
+        task: Task,
+        *,
+        split: Split = "heldout",
+        profile: str | Profile = "default",
+        delay: int | None = None,
+        size: int = 96,
+        cameras: tuple[str, ...] = CAMERAS,
+        render_mode: str | None = "rgb_array",
+    ):
+        if split not in SPLITS:
+            raise OptionError(f"split: got {split!r}, expected one of {', '.join(SPLITS)}")
+        if unknown := set(cameras) - set(CAMERAS):
+            raise OptionError(f"cameras: got {sorted(unknown)}, expected some of {', '.join(CAMERAS)}")
+        if size < 8:
+            raise OptionError(f"size: got {size} pixels, expected at least 8")
+        if isinstance(profile, str):
+            if profile not in PROFILES:
+                raise OptionError(f"profile: got {profile!r}, expected one of {', '.join(PROFILES)}")
+            profile = PROFILES[profile] or task.paper
+        if delay is not None and delay < 0:
+            raise OptionError(f"delay: got {delay} control steps, expected 0 or more")
+        self.bench, self.split, self.profile, self.size, self.cameras = task, split, profile, size, tuple(cameras)
+        self.delay = profile.delay if delay is None else delay
+        self.task, self.task_description = task.name, task.instruction  # LeRobot asks for these names
+        self.render_mode = render_mode
+        self.metadata = {"render_modes": ["rgb_array"], "render_fps": profile.rate}
+        self.world = World(task.scene(), profile.rate)
+        self.action_space = gymnasium.spaces.Box(LOW.astype(np.float32), HIGH.astype(np.float32))
+        spaces: dict[str, gymnasium.Space[Any]] = {
+            "agent_pos": gymnasium.spaces.Box(-np.inf, np.inf, (len(CHANNELS),), np.float32),
+            "episode_step": gymnasium.spaces.Box(0, np.iinfo(np.int32).max, (1,), np.int32),
+        }
+        if self.cameras:
+            picture = gymnasium.spaces.Box(0, 255, (size, size, 3), np.uint8)
+            spaces["pixels"] = gymnasium.spaces.Dict(dict.fromkeys(self.cameras, picture))
+        self.observation_space = gymnasium.spaces.Dict(spaces)
+        self.limit = int(PATIENCE * task.seconds * profile.pace * profile.rate + self._longest_delay)
+        self._over = True
+
+    @property
+    def _max_episode_steps(self) -> int:  # the name under which LeRobot looks for it
+        return self.limit
+
+    @property
+    def _longest_delay(self) -> int:
+        return self.delay + self.delay // 4
+
+    @property
+    def record(self) -> Record:
+        """The score sheet of the current episode."""
+        return self.referee.record
+
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[Observation, dict[str, Any]]:
+        """Begins an episode. `options={"cue": i}` asks for a cue; without it, the seed chooses."""
+        super().reset(seed=seed)
+        number = int(self.np_random.integers(2**31)) if seed is None else seed
+        count = len(self.bench.cues)
+        cue = (options or {}).get("cue", None)
+        if cue is None:
+            cue = draw_cue(self.bench.name, number, self.split, count)
+        if cue not in range(count):
+            raise OptionError(f"cue: got {cue!r}, expected 0 to {count - 1} ({', '.join(self.bench.cues)})")
+        probe = Episode(number, self.split, int(cue), self.delay)
+        extra = int(probe.rng("delay").integers(self._longest_delay - self.delay + 1))
+        self.episode = Episode(number, self.split, int(cue), self.delay + extra)
+        self.world.reset()
+        self.bench.arrange(self.world, self.episode)
+        self.referee = self.bench.referee(self.episode, self.profile.rate)
+        self._over = False
+        return self._observation(), self._info()
+
+    def step(self, action: NDArray[Any]) -> tuple[Observation, SupportsFloat, bool, bool, dict[str, Any]]:
+        """One control step. The reward is the share of all stages that succeeded in it."""
+        if self._over:
+            raise RuntimeError("the episode is over: call reset() before the next step()")
+        action = np.asarray(action)
+        if action.shape != (len(CHANNELS),):
+            raise ActionError(f"action: got shape {action.shape}, expected ({len(CHANNELS)},)")
+        if not np.issubdtype(action.dtype, np.number) or not np.isfinite(action).all():
+            bad = [name for name, value in zip(CHANNELS, action, strict=True) if not _finite(value)]
+            raise ActionError(f"action: not a finite number in {', '.join(bad)}; the robot was not moved")
+        self.world.step(action.astype(np.float64))
+        self.bench.tick(self.world)
+        reward = self.referee.watch(self.world)
+        terminated = self.record.complete or self.record.wrong
+        truncated = not terminated and self.record.steps >= self.limit
+        self._over = terminated or truncated
+        if self._over:
+            self.record.outcome = classify(self.record, timed_out=truncated)
+        return self._observation(), reward, terminated, truncated, self._info()
+
+    def expert(self) -> Iterator[Vector]:
+        """The expert's actions from here on; made for the beginning of an episode. Stays put when it has finished."""
+        expert = Expert(self.world, self.episode, self.profile.rate, self.profile.pace)
+        yield from self.bench.script(expert, self.episode.cue)
+        while True:
+            yield expert.now()
+
+    def render(self) -> NDArray[np.uint8]:
+        """The overhead picture with both wrists beside it, (256, 384, 3)."""
+        wrists = [self.world.render(camera, 128, 128) for camera in CAMERAS[1:]]
+        return np.concatenate([self.world.render(CAMERAS[0], 256, 256), np.concatenate(wrists)], axis=1)
+
+    def close(self) -> None:
+        """Frees the drawing contexts."""
+        self.world.close()
+
+    def _observation(self) -> Observation:
+        observation: Observation = {
+            "agent_pos": self.world.state(),
+            "episode_step": np.array([self.record.steps], dtype=np.int32),
+        }
+        if self.cameras:
+            observation["pixels"] = {name: self.world.render(name, self.size, self.size) for name in self.cameras}
+        return observation
+
+    def _info(self) -> dict[str, Any]:
+        record = self.record
+        frame = record.decisions[0].frame
+        scoring = {
+            "cue": record.cue,
+            "branch_frame": -1 if frame is None else frame,
+            "progress": record.progress,
+            "outcome": str(record.outcome) if self._over else "",
+            "record": json.dumps(record.to_dict()) if self._over else "",
+        }
+        return {"is_success": record.complete and record.outcome == Outcome.SUCCESS, "scoring": scoring}
+
+
+def _finite(value: object) -> bool:
+    try:
+        return bool(np.isfinite(value))  # type: ignore[call-overload]
+    except TypeError:
+        return False
+
+
+def make(task: str, **options: Any) -> BenchEnv:
+    """An environment by the task's name; the options are BenchEnv's."""
+    return BenchEnv(load(task), **options)

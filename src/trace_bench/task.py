@@ -1,0 +1,85 @@
+"""What every task must say about itself. One file a task lives in `trace_bench/tasks/`."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from trace_bench.episode import Episode
+from trace_bench.referee import Decision, Record, Referee, Subtask, named
+from trace_bench.robot import Vector
+from trace_bench.scene import TABLE, Point, Scene
+from trace_bench.world import World
+
+if TYPE_CHECKING:
+    from trace_bench.expert import Expert
+
+MARGINS: tuple[Point, ...] = tuple((0.755, y, TABLE) for y in (-0.5, -0.3, -0.1, 0.1, 0.3, 0.5))
+
+
+@dataclass(frozen=True)
+class Profile:
+    """How fast time runs: control steps a second, the least number of them between cue and branch, the expert's pace."""
+
+    rate: int
+    delay: int
+    pace: float = 1.0
+
+
+PROFILES: dict[str, Profile | None] = {
+    "default": Profile(10, 60),
+    "paper": None,
+}  # the paper profile is each task's own
+
+
+class Task(ABC):
+    """A delayed-evidence task: a cue that disappears, a shared segment, branches that depend on the cue."""
+
+    name: ClassVar[str]
+    instruction: ClassVar[str]  # the same for every cue
+    cues: ClassVar[tuple[str, ...]]
+    seconds: ClassVar[float]  # what an unhurried expert needs, without the delay
+    paper: ClassVar[Profile]  # 30 Hz and the paper's horizon
+    moving: ClassVar[bool] = False
+    lamps: ClassVar[tuple[int, ...]]  # index of the stage before which each branch's lamp lights
+
+    @abstractmethod
+    def scene(self) -> Scene:
+        """The world's plan."""
+
+    @abstractmethod
+    def arrange(self, world: World, episode: Episode) -> None:
+        """Sets the stage of an episode in a world just reset."""
+
+    @property
+    @abstractmethod
+    def subtasks(self) -> tuple[Subtask, ...]:
+        """Ordered subtasks of four stages each."""
+
+    @abstractmethod
+    def answers(self, cue: int) -> tuple[int, ...]:
+        """The right option at each branch."""
+
+    @abstractmethod
+    def hidden(self, world: World) -> bool:
+        """Whether nothing in sight tells the cue any more."""
+
+    @abstractmethod
+    def script(self, expert: "Expert", cue: int) -> Iterator[Vector]:
+        """The expert's way to do it, one action a control step."""
+
+    def ready(self, world: World, phase: int) -> bool:
+        """Whether the robot stands at a branch: by default both hands back and empty."""
+        del phase
+        return all(world.ready(hand) and world.held[hand] is None for hand in world.held)
+
+    def tick(self, world: World) -> None:  # noqa: B027
+        """What the scene does by itself after a control step; by default nothing."""
+
+    def referee(self, episode: Episode, rate: float) -> Referee:
+        """A referee with an empty score sheet."""
+        stages: dict[str, int | None] = {name: None for name, _ in named(self.subtasks)}
+        branches = [stage.name for _, stage in named(self.subtasks) if stage.choice is not None]
+        decisions = [Decision(name, answer) for name, answer in zip(branches, self.answers(episode.cue), strict=True)]
+        record = Record(self.name, episode.seed, episode.split, episode.cue, episode.delay, stages, decisions)
+        return Referee(record, self.subtasks, self.lamps, self.hidden, self.ready, rate)

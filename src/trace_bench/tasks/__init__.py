@@ -1,0 +1,1 @@
+"""The five tasks, one file each."""
