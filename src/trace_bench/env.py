@@ -64,7 +64,7 @@ class BenchEnv(gymnasium.Env[Observation, NDArray[np.float32]]):
         self.world = World(task.scene(), profile.rate)
         self.action_space = gymnasium.spaces.Box(LOW.astype(np.float32), HIGH.astype(np.float32))
         spaces: dict[str, gymnasium.Space[Any]] = {
-            "agent_pos": gymnasium.spaces.Box(-np.inf, np.inf, (len(CHANNELS),), np.float32),
+            "agent_pos": gymnasium.spaces.Box(-4.0, 4.0, (len(CHANNELS),), np.float32),
             "episode_step": gymnasium.spaces.Box(0, np.iinfo(np.int32).max, (1,), np.int32),
         }
         if self.cameras:
@@ -104,7 +104,7 @@ class BenchEnv(gymnasium.Env[Observation, NDArray[np.float32]]):
         self.episode = Episode(number, self.split, int(cue), self.delay + extra)
         self.world.reset()
         self.bench.arrange(self.world, self.episode)
-        self.referee = self.bench.referee(self.episode, self.profile.rate)
+        self.referee = self.bench.referee(self.episode, self.profile)
         self._over = False
         return self._observation(), self._info()
 

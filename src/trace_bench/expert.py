@@ -41,7 +41,7 @@ class Expert:
             dx, dy = self.goal[0] - x, self.goal[1] - y
             turn = self.goal[2] - yaw  # not wrapped: half a turn must not depend on rounding
             cos, sin = np.cos(yaw), np.sin(yaw)
-            wanted = 3.5 * np.array([cos * dx + sin * dy, -sin * dx + cos * dy, turn])
+            wanted = 5.0 * np.array([cos * dx + sin * dy, -sin * dx + cos * dy, turn])
             top, push = np.array([DRIVE_SPEED, DRIVE_SPEED, TURN_SPEED]) / self.tempo, DRIVE_PUSH / self.rate
             wanted *= min(1.0, *(top / np.maximum(np.abs(wanted), 1e-9)))  # slower, in the same direction
             self.command[BASE] += np.clip(wanted - self.command[BASE], -push, push)

@@ -10,7 +10,7 @@ from typing import Any
 from trace_bench.world import World
 
 SURE = 0.3  # seconds for which an option must be taken before it counts as decided
-REST = 1.0  # seconds for which the robot must have been ready before a lamp lights
+REST = 1.5  # seconds for which the robot must have been ready before a lamp lights
 
 
 @dataclass(frozen=True)
@@ -129,6 +129,7 @@ class Referee:
     record: Record
     subtasks: tuple[Subtask, ...]
     lamps: tuple[int, ...]  # index of the stage before which each lamp lights
+    clock: tuple[float, ...]  # control steps before which it does not: from the start, then from the lamp before
     hidden: Callable[[World], bool]
     ready: Callable[[World, int], bool]
     rate: float  # control steps a second
@@ -168,14 +169,17 @@ class Referee:
         return choice == decision.answer
 
     def _light(self, world: World) -> None:
-        """The next lamp lights when its stage is next, the robot has come to rest and, the first time, the delay is over."""
-        phase, gone = world.lamp, self.record.cue_gone
+        """The next lamp lights when its stage is next and the robot is at rest, but not before the delay is over, nor before
+        a clock that knows nothing of the cue: otherwise the time would tell what the picture does not.
+        """
+        phase, gone, steps = world.lamp, self.record.cue_gone, self.record.steps
         if phase == len(self.lamps) or self.current != self.lamps[phase] or not self.ready(world, phase):
             self.waited = 0
             return
         self.waited += 1
-        early = phase == 0 and (gone is None or self.record.steps - gone < self.record.delay)
-        if self.waited >= REST * self.rate and not early:
-            self.record.decisions[phase].frame = self.record.steps
+        before = self.record.decisions[phase - 1].frame or 0 if phase else self.record.delay
+        early = phase == 0 and (gone is None or steps - gone < self.record.delay)
+        if self.waited >= REST * self.rate and not early and steps >= before + self.clock[phase]:
+            self.record.decisions[phase].frame = steps
             world.set_lamp(phase + 1)
             self.waited = 0

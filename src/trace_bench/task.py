@@ -41,7 +41,9 @@ class Task(ABC):
     seconds: ClassVar[float]  # what an unhurried expert needs, without the delay
     paper: ClassVar[Profile]  # 30 Hz and the paper's horizon
     moving: ClassVar[bool] = False
+    partly_readable: ClassVar[bool] = False  # something at the branch still tells of the cue, as in the paper's Cable
     lamps: ClassVar[tuple[int, ...]]  # index of the stage before which each branch's lamp lights
+    clock: ClassVar[tuple[float, ...]]  # seconds before which it does not (see the referee)
 
     @abstractmethod
     def scene(self) -> Scene:
@@ -76,10 +78,11 @@ class Task(ABC):
     def tick(self, world: World) -> None:  # noqa: B027
         """What the scene does by itself after a control step; by default nothing."""
 
-    def referee(self, episode: Episode, rate: float) -> Referee:
+    def referee(self, episode: Episode, profile: Profile) -> Referee:
         """A referee with an empty score sheet."""
         stages: dict[str, int | None] = {name: None for name, _ in named(self.subtasks)}
         branches = [stage.name for _, stage in named(self.subtasks) if stage.choice is not None]
         decisions = [Decision(name, answer) for name, answer in zip(branches, self.answers(episode.cue), strict=True)]
         record = Record(self.name, episode.seed, episode.split, episode.cue, episode.delay, stages, decisions)
-        return Referee(record, self.subtasks, self.lamps, self.hidden, self.ready, rate)
+        clock = tuple(seconds * profile.pace * profile.rate for seconds in self.clock)
+        return Referee(record, self.subtasks, self.lamps, clock, self.hidden, self.ready, profile.rate)

@@ -3,6 +3,7 @@ answers questions about it; what the answers mean is a task's business.
 """
 
 import atexit
+import os
 import weakref
 
 import mujoco
@@ -35,6 +36,9 @@ LAMPS = ((0.75, 0.10, 0.08, 1.0), (0.10, 0.85, 0.20, 1.0), (0.15, 0.35, 1.0, 1.0
 
 class RenderError(RuntimeError):
     """The cameras cannot draw; the message says what to install."""
+
+
+_drawing_process: int | None = None  # a child forked from a process that has drawn would hang
 
 
 class World:
@@ -235,9 +239,16 @@ class World:
 
     def render(self, camera: str, height: int, width: int) -> NDArray[np.uint8]:
         """One picture (height, width, 3)."""
+        global _drawing_process
+        if _drawing_process not in {None, os.getpid()}:
+            raise RenderError(
+                "this process was forked from one that had already drawn, and GL does not survive that: "
+                "start workers with context='forkserver' or 'spawn'"
+            )
         if (height, width) not in self._renderers:
             try:
                 self._renderers[height, width] = mujoco.Renderer(self.model, height, width)
+                _drawing_process = os.getpid()
                 atexit.register(_close, weakref.ref(self))  # before EGL itself is shut down
             except Exception as error:
                 raise RenderError(

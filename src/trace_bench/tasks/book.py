@@ -31,10 +31,11 @@ class Book(Task):
     name = "Book"
     instruction = "Take the book from its shelf to its return chute by its lane, and come back the same way."
     cues = ("left shelf", "middle shelf", "right shelf")
-    seconds = 22.0
-    paper = Profile(30, 450, 1.6)
+    seconds = 26.0
+    paper = Profile(30, 310, 1.2)
     moving = True
     lamps = (2, 5, 9)
+    clock = (10.5, 7.0, 8.0)
 
     def scene(self) -> Scene:
         """A rack ahead, behind the robot three lanes between posts, and a desk with three chutes beyond them."""
@@ -128,7 +129,8 @@ class Book(Task):
     def ready(self, world: World, phase: int) -> bool:
         """At the hub with the book, at the desk with it, at the desk without; looking at the lanes' far end."""
         turned = abs(np.sin((world.base[2] - TURNED) / 2)) < 0.1
-        return bool(turned and self._near(world, HUB if phase == 0 else DESK)) and world.ready("left")
+        laden = world.held["right"] == "book" if phase < 2 else world.ready("right")
+        return bool(turned and laden and self._near(world, DESK if phase else HUB)) and world.ready("left")
 
     def hidden(self, world: World) -> bool:
         """Back on the middle line with the book, the rack out of sight."""
@@ -143,12 +145,12 @@ class Book(Task):
         yield from expert.drive(-0.35, BAYS[cue] + REACH, 0.0, tolerance=0.06)
         yield from expert.drive(*HUB, 0.0, tolerance=0.005)
         expert.section("shared")
-        yield from expert.drive(*HUB, TURNED, tolerance=0.01)
+        yield from expert.drive(*HUB, TURNED, tolerance=0.003)
         yield from expert.wait_for_lamp(1)
         expert.section("lane")
         yield from expert.drive(GATE + 0.1, -LANES[cue], TURNED, tolerance=0.06)
         yield from expert.drive(EXIT - 0.1, -LANES[cue], TURNED, tolerance=0.08)
-        yield from expert.drive(*DESK, TURNED, tolerance=0.02)
+        yield from expert.drive(*DESK, TURNED, tolerance=0.003)
         yield from expert.wait_for_lamp(2)
         expert.section("chute")
         yield from expert.drive(DESK[0], -BAYS[cue] - REACH, TURNED)
@@ -158,7 +160,7 @@ class Book(Task):
         yield from expert.grip("right", 1.0)
         yield from expert.move({"right": CARRY})
         yield from expert.move({"right": pose(READY["right"])})
-        yield from expert.drive(*DESK, TURNED, tolerance=0.02)
+        yield from expert.drive(*DESK, TURNED, tolerance=0.003)
         yield from expert.wait_for_lamp(3)
         expert.section("lane back")
         yield from expert.drive(EXIT - 0.1, -LANES[cue], TURNED, tolerance=0.06)

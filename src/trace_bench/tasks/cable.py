@@ -24,9 +24,11 @@ class Cable(Task):
     name = "Cable"
     instruction = "Thread the cable through the clip and plug it into the device of its side."
     cues = ("left reel", "right reel")
-    seconds = 14.0
-    paper = Profile(30, 860, 2.4)
+    seconds = 17.0
+    paper = Profile(30, 810, 2.0)
     lamps = (1,)
+    partly_readable = True
+    clock = (9.2,)
 
     def scene(self) -> Scene:
         """Reels at the sides, intake and clip in the middle, devices at the back."""

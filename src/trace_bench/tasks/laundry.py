@@ -25,9 +25,10 @@ class Laundry(Task):
     name = "Laundry"
     instruction = "Take the laundry out of the drawer, treat it as its drawer asks and put it away."
     cues = ("left drawer", "right drawer")
-    seconds = 24.0
-    paper = Profile(30, 735, 2.4)
+    seconds = 27.0
+    paper = Profile(30, 720, 1.8)
     lamps = (1, 4)
+    clock = (9.5, 11.4)
 
     def scene(self) -> Scene:
         """Drawers at the sides, an intake and a work pad in the middle, tools right, containers left."""

@@ -24,9 +24,10 @@ class Medicine(Task):
     name = "Medicine"
     instruction = "Bring the pill to the bedside, put it into its box and return the dish to its tray."
     cues = ("outer tray", "middle tray", "inner tray")
-    seconds = 25.0
-    paper = Profile(30, 630, 1.8)
+    seconds = 28.0
+    paper = Profile(30, 485, 1.5)
     lamps = (1, 4)
+    clock = (8.5, 12.8)
 
     def scene(self) -> Scene:
         """Trays left, boxes right, the intake near the robot, the bedside in the middle."""

@@ -25,9 +25,10 @@ class Tool(Task):
     name = "Tool"
     instruction = "Cover the object, then use the two tools it needs, in order."
     cues = OBJECTS
-    seconds = 25.0
-    paper = Profile(30, 1260, 2.6)
+    seconds = 26.0
+    paper = Profile(30, 1170, 2.0)
     lamps = (1, 4)
+    clock = (7.0, 12.3)
 
     def scene(self) -> Scene:
         """The object in the middle, its cover and a bell left, three tools right."""

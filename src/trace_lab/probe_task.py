@@ -1,0 +1,298 @@
+"""`tracemem probe-task`: is a task of the suite honest? The cue must be plain when it is shown and gone at every branch.
+Three measurements: twins (same seed, other cue) compared pixel by pixel; a small classifier on frames; the expert's success.
+"""
+
+import json
+import os
+import sys
+import time
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from multiprocessing import get_context
+from typing import Annotated, Any
+
+import mujoco
+import numpy as np
+import tyro
+from numpy.typing import NDArray
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from trace_bench.env import BenchEnv, make
+from trace_bench.episode import Split
+from trace_bench.registry import UnknownTaskError, load
+from trace_bench.robot import CAMERAS
+
+MARGIN, PLAIN = 0.05, 0.95  # a branch frame may beat chance by this much; a cue frame must reach that much
+JITTER = 1e-4  # radians: a joint encoder's step. What it does to a picture is the noise floor
+
+
+@dataclass(frozen=True)
+class Moment:
+    """What a policy sees at one moment: the cameras side by side, the state and the step."""
+
+    pixels: NDArray[np.uint8]  # (H, W, 9)
+    state: NDArray[np.float32]  # (17,)
+    step: int
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One expert episode: its first moment and the moment of each branch."""
+
+    cue: int
+    complete: bool
+    moments: tuple[Moment, ...]
+    floor: float  # mean difference that joint jitter makes to the pictures of the first branch, grey levels
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How well a classifier reads the cue at a moment, on episodes it has not seen."""
+
+    moment: str
+    accuracy: float
+    low: float  # 95 % interval (Wilson)
+    high: float
+    honest: bool
+
+
+@dataclass(frozen=True)
+class Report:
+    """All that was measured on a task."""
+
+    task: str
+    episodes: int
+    chance: float
+    expert: float  # share of stages completed
+    lengths: tuple[int, int, int]  # shortest, median, longest number of steps up to the first branch
+    floor: float  # mean difference between pictures that joint jitter makes, grey levels
+    twin_pixels: list[float]  # mean difference between the pictures of twins at each branch, grey levels
+    twin_states: list[float]  # largest difference in a channel of the state
+    same: bool  # twins differ by less than the floor, or the task says that they may
+    readings: list[Reading]
+    seconds: float
+
+    @property
+    def honest(self) -> bool:
+        """Every check holds."""
+        return self.expert >= 0.99 and self.same and all(reading.honest for reading in self.readings)
+
+
+def look(env: BenchEnv) -> Moment:
+    """The present moment, drawn only now."""
+    views = [env.world.render(camera, env.size, env.size) for camera in CAMERAS]
+    return Moment(np.concatenate(views, axis=2), env.world.state(), env.record.steps)
+
+
+def difference(one: Moment, other: Moment) -> float:
+    """Mean absolute difference between two pictures, grey levels."""
+    return float(np.abs(one.pixels.astype(int) - other.pixels).mean())
+
+
+def floor(env: BenchEnv) -> float:
+    """What a joint encoder's step, up or down in every joint, does to the present picture; nothing is moved."""
+    data = env.world.data
+    before, here = data.qpos.copy(), look(env)
+    signs = np.random.default_rng(env.episode.seed).choice((-1.0, 1.0), size=before.shape)
+    joints = env.world.model.jnt_type == mujoco.mjtJoint.mjJNT_HINGE
+    data.qpos[env.world.model.jnt_qposadr[joints]] += JITTER * signs[: joints.sum()]
+    mujoco.mj_forward(env.world.model, data)
+    moved = look(env)
+    data.qpos[:] = before
+    mujoco.mj_forward(env.world.model, data)
+    return difference(here, moved)
+
+
+def sample(env: BenchEnv, seed: int, cue: int | None = None) -> Sample:
+    """Lets the expert do an episode and keeps the moments that matter."""
+    env.reset(seed=seed, options={"cue": cue})
+    moments, noise = [look(env)], 0.0
+    for action in env.expert():
+        *_, terminated, truncated, _ = env.step(action)
+        if env.world.lamp == len(moments):
+            moments.append(look(env))
+            noise = noise or floor(env)
+        if terminated or truncated:
+            break
+    return Sample(env.episode.cue, env.record.complete, tuple(moments), noise)
+
+
+_env: dict[tuple[Any, ...], BenchEnv] = {}  # one environment for each worker and kind
+
+
+def _work(task: str, split: Split, size: int, seed: int, cue: int | None) -> Sample:
+    key = (task, split, size)
+    if key not in _env:
+        _env[key] = make(task, split=split, size=size, cameras=())
+    return sample(_env[key], seed, cue)
+
+
+def twins(samples: list[Sample]) -> tuple[list[float], list[float]]:
+    """Difference in pixels and in state, at each branch, between episodes that differ in the cue only."""
+    pixels, states = [], []
+    for first, *others in zip(*(s.moments[1:] for s in samples), strict=True):
+        pixels.append(max(difference(first, other) for other in others))
+        states.append(max(float(np.abs(other.state - first.state).max()) for other in others))
+    return pixels, states
+
+
+def read(train: list[tuple[Moment, int]], test: list[tuple[Moment, int]], classes: int, seed: int = 0) -> int:
+    """Trains a small convolutional classifier on pictures, state and step; counts the test moments it gets right."""
+    import torch
+    from torch import nn
+
+    torch.manual_seed(seed)
+
+    def tensors(rows: list[tuple[Moment, int]]) -> tuple[Any, Any, Any]:
+        pictures = torch.from_numpy(np.stack([m.pixels for m, _ in rows])).permute(0, 3, 1, 2).float() / 255
+        extra = torch.from_numpy(np.stack([np.append(m.state, m.step / 100).astype(np.float32) for m, _ in rows]))
+        return pictures, extra, torch.tensor([cue for _, cue in rows])
+
+    (pictures, extra, labels), (new_pictures, new_extra, new_labels) = tensors(train), tensors(test)
+    mean, std = extra.mean(0), extra.std(0) + 1e-4
+    level = pictures.mean((0, 2, 3), keepdim=True)
+
+    class Reader(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            widths = (9, 16, 32, 32)
+            layers = [
+                layer for a, b in pairwise(widths) for layer in (nn.Conv2d(a, b, 5, 2, 2), nn.BatchNorm2d(b), nn.ReLU())
+            ]
+            self.see = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(6), nn.Flatten(), nn.Dropout(0.3))
+            self.tell = nn.Linear(32 * 36 + extra.shape[1], classes)
+
+        def forward(self, pictures: Any, extra: Any) -> Any:
+            return self.tell(torch.cat([self.see(pictures - level), (extra - mean) / std], dim=1))
+
+    model = Reader()
+    epochs = min(60, max(8, 6000 // len(train)))
+    optimiser = torch.optim.AdamW(model.parameters(), 2e-3, weight_decay=1e-2)
+    steps = epochs * -(-len(train) // 64)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimiser, 2e-3, total_steps=steps)
+    for _ in range(epochs):
+        for rows in torch.randperm(len(train)).split(64):
+            light = 1 + 0.25 * (torch.rand(len(rows), 1, 1, 1) - 0.5)  # held-out episodes have other light
+            loss = nn.functional.cross_entropy(model(pictures[rows] * light, extra[rows]), labels[rows])
+            optimiser.zero_grad()
+            loss.backward()
+            optimiser.step()
+            schedule.step()
+    model.eval()
+    with torch.no_grad():
+        return int((model(new_pictures, new_extra).argmax(1) == new_labels).sum())
+
+
+def examine(task: str, episodes: int, size: int, workers: int, console: Console) -> Report:
+    """Runs the experts and makes all measurements."""
+    begin = time.perf_counter()
+    bench = load(task)
+    count = len(bench.cues)
+    jobs: list[tuple[Split, int, int | None]] = [("train", seed, None) for seed in range(episodes)]
+    jobs += [("heldout", seed, None) for seed in range(episodes)]
+    twin_seeds = range(10_000, 10_004)
+    jobs += [("heldout", seed, cue) for seed in twin_seeds for cue in range(count)]
+    bar = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    context = get_context("forkserver")
+    with Progress(*bar, console=console) as progress, ProcessPoolExecutor(workers, mp_context=context) as pool:
+        line = progress.add_task(f"{bench.name}: expert episodes", total=len(jobs))
+        futures = [pool.submit(_work, bench.name, split, size, seed, cue) for split, seed, cue in jobs]
+        samples = []
+        for future in futures:
+            samples.append(future.result())
+            progress.advance(line)
+        train, test, pairs = samples[:episodes], samples[episodes : 2 * episodes], samples[2 * episodes :]
+        moments = ["cue", *(f"branch {k}" for k in range(1, len(bench.lamps) + 1))]
+        line = progress.add_task(f"{bench.name}: classifiers", total=len(moments))
+        readings = []
+        for index, moment in enumerate(moments):
+            known, new = ([(s.moments[index], s.cue) for s in part if len(s.moments) > index] for part in (train, test))
+            right = read(known, new, count)
+            readings.append(judge(moment, right, len(new), 1 / count, expected=bench.partly_readable))
+            progress.advance(line)
+    differences = [twins(pairs[k : k + count]) for k in range(0, len(pairs), count)]
+    pixels = [max(d[0][k] for d in differences) for k in range(len(bench.lamps))]
+    noise = float(np.mean([s.floor for s in pairs]))
+    steps = sorted(s.moments[1].step for s in train + test)
+    return Report(
+        task=bench.name,
+        episodes=2 * episodes,
+        chance=1 / count,
+        expert=float(np.mean([s.complete for s in train + test])),
+        lengths=(steps[0], steps[len(steps) // 2], steps[-1]),
+        floor=noise,
+        twin_pixels=pixels,
+        twin_states=[max(d[1][k] for d in differences) for k in range(len(bench.lamps))],
+        same=bench.partly_readable or max(pixels) < noise,
+        readings=readings,
+        seconds=round(time.perf_counter() - begin, 1),
+    )
+
+
+def judge(moment: str, right: int, total: int, chance: float, *, expected: bool) -> Reading:
+    """A reading with its interval. `expected`: the task says itself that its branch can partly be read."""
+    from scipy.stats import binomtest
+
+    interval = binomtest(right, total).proportion_ci(method="wilson")
+    accuracy = right / total
+    honest = accuracy >= PLAIN if moment == "cue" else expected or abs(accuracy - chance) <= MARGIN
+    return Reading(moment, accuracy, float(interval.low), float(interval.high), honest)
+
+
+def probe_task(
+    task: tyro.conf.Positional[str],
+    episodes: int = 600,
+    size: int = 96,
+    workers: int = os.cpu_count() or 1,
+    *,
+    json_: Annotated[bool, tyro.conf.arg(name="json"), tyro.conf.FlagCreatePairsOff] = False,
+) -> int:
+    """Checks that a task of the suite is honest: the cue can be read when it is shown and at no branch.
+
+    The expert does many training and as many held-out episodes. A small classifier is trained on the training ones, once
+    on the first frames and once on the frames of each branch (pictures, state and step number), and tried on the held-out
+    ones. Twins, episodes that differ in nothing but the cue, are compared pixel by pixel. Exit code 1 if a check fails.
+
+    Args:
+        task: Tool, Book, Laundry, Cable or Medicine.
+        episodes: training episodes, and as many held-out ones. 600 give an interval of about 4 points either way.
+        size: height and width of the pictures, pixels.
+        workers: processes that simulate.
+        json_: print one json object instead of a table.
+    """
+    if episodes < 10:
+        print(f"tracemem probe-task: episodes: got {episodes}, expected at least 10", file=sys.stderr)  # noqa: T201
+        return 2
+    try:
+        load(task)
+    except UnknownTaskError as error:
+        print(f"tracemem probe-task: {error}", file=sys.stderr)  # noqa: T201
+        return 2
+    console = Console(stderr=json_)
+    report = examine(task, episodes, size, workers, console)
+    if json_:
+        print(json.dumps(asdict(report) | {"honest": report.honest}))  # noqa: T201
+    else:
+        show(report, console)
+    return 0 if report.honest else 1
+
+
+def show(report: Report, console: Console) -> None:
+    """The table of a report."""
+    table = Table(title=f"{report.task}: can the cue be read? (chance {report.chance:.2f})")
+    for column in ("moment", "accuracy", "95 % interval", "twins differ by (grey levels)", "as it should be"):
+        table.add_column(column)
+    for index, r in enumerate(report.readings):
+        gap = f"{report.twin_pixels[index - 1]:.4f}" if index else ""
+        table.add_row(r.moment, f"{r.accuracy:.3f}", f"{r.low:.3f} to {r.high:.3f}", gap, "yes" if r.honest else "NO")
+    console.print(table)
+    console.print(
+        f"Noise floor: {report.floor:.4f} grey levels (joint jitter of {JITTER} rad); "
+        f"twins' states differ by {max(report.twin_states):.0e}.\n"
+        f"Expert: {100 * report.expert:.1f} % of {report.episodes} episodes complete; "
+        f"first branch at step {report.lengths[0]} to {report.lengths[2]} (median {report.lengths[1]}). "
+        f"{report.seconds:.0f} s."
+    )

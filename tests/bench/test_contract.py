@@ -1,0 +1,299 @@
+"""What every task of the suite promises, checked on all of them."""
+
+import json
+
+import gymnasium
+import numpy as np
+import pytest
+from gymnasium.utils.env_checker import check_env
+
+import trace_bench
+from trace_bench.env import ActionError, BenchEnv, OptionError, make
+from trace_bench.referee import Outcome
+from trace_bench.registry import UnknownTaskError
+from trace_bench.robot import CAMERAS, CHANNELS, HIGH, LOW
+from trace_bench.world import RenderError
+
+SHAPE = {"Tool": (2, 4), "Book": (3, 4), "Laundry": (2, 4), "Cable": (1, 4), "Medicine": (2, 4)}  # the paper's table
+HORIZON = {"Tool": 2910, "Book": 1392, "Laundry": 2220, "Cable": 1770, "Medicine": 1759}  # frames at 30 Hz, ditto
+ALL = pytest.mark.parametrize("task", list(SHAPE))
+
+
+def run(env: BenchEnv, seed: int, **options) -> BenchEnv:
+    """Lets the expert do one episode."""
+    env.reset(seed=seed, options=options)
+    for action in env.expert():
+        *_, terminated, truncated, _ = env.step(action)
+        if terminated or truncated:
+            return env
+
+
+def at_branches(env: BenchEnv, seed: int, cue: int) -> list[dict]:
+    """What a policy sees when each lamp lights."""
+    env.reset(seed=seed, options={"cue": cue})
+    seen: list[dict] = []
+    for action in env.expert():
+        env.cameras = ()
+        _, _, terminated, truncated, _ = env.step(action)
+        env.cameras = CAMERAS
+        if env.world.lamp > len(seen):
+            seen.append(env._observation())
+        if terminated or truncated:
+            assert env.record.complete
+            return seen
+
+
+def test_the_suite_is_the_papers():
+    assert set(trace_bench.TASKS) == set(SHAPE)
+    assert len(CHANNELS) == 17
+    assert CHANNELS[:4] == ("base_vx", "base_vy", "base_yaw_rate", "left_waist")
+    assert CHANNELS[9::7] == ("left_gripper", "right_gripper")
+
+
+@ALL
+def test_gymnasium_accepts_it(task):
+    env = gymnasium.make(f"trace_bench/{task}-v0", size=24).unwrapped
+    check_env(env, skip_render_check=True)
+    assert env.render().shape == (256, 384, 3)
+    assert len(env.bench.subtasks) == SHAPE[task][0]
+    assert {len(subtask.stages) for subtask in env.bench.subtasks} == {SHAPE[task][1]}
+    env.close()
+
+
+@ALL
+@pytest.mark.parametrize("split", ["train", "heldout"])
+def test_expert_completes_every_stage_in_order(task, split):
+    env = make(task, split=split, cameras=())
+    for seed in range(3):
+        record = run(env, seed).record
+        times = list(record.stages.values())
+        assert record.outcome is Outcome.SUCCESS
+        assert None not in times
+        assert times == sorted(times)
+        assert all(decision.correct for decision in record.decisions)
+        assert 150 <= record.steps <= 400
+        assert record.decisions[0].frame - record.cue_gone >= 60
+
+
+@ALL
+def test_same_seed_same_episode(task):
+    """Bit for bit, pictures included, and whatever the environment did before."""
+    fresh, used = make(task, size=32), make(task, size=32)
+    run(used, 3)
+    for env in (fresh, used):
+        env.first, _ = env.reset(seed=11)
+        env.trail = []
+        for step, action in enumerate(env.expert()):
+            env.cameras = CAMERAS if step % 40 == 0 else ()
+            observation, reward, terminated, *_ = env.step(action)
+            env.trail.append((action, observation, reward))
+            if terminated:
+                break
+    assert fresh.record == used.record
+    np.testing.assert_equal(fresh.first, used.first)
+    np.testing.assert_equal(fresh.trail, used.trail)
+    for env in (fresh, used):
+        env.close()
+
+
+@ALL
+def test_seeds_differ_and_cues_are_balanced(task):
+    env = make(task, cameras=())
+    count = len(env.bench.cues)
+    cues, states = [], []
+    for seed in range(2 * count):
+        env.reset(seed=seed)
+        cues.append(env.episode.cue)
+        states.append(env.world.model.body_pos.tobytes())
+    assert sorted(cues) == sorted(2 * list(range(count)))
+    assert len(set(states)) == 2 * count
+
+
+@ALL
+def test_the_cue_is_gone_at_every_branch(task):
+    """With everything else equal, a policy sees the same for all cues, up to stray pixels at edges: less than a joint
+    encoder's step would change (0.01 grey levels, `tracemem probe-task` measures it).
+    """
+    env = make(task)
+    twins = [at_branches(env, seed=21, cue=cue) for cue in range(len(env.bench.cues))]
+    assert {len(seen) for seen in twins} == {len(env.bench.lamps)}
+    for seen in zip(*twins, strict=True):
+        for other in seen[1:]:
+            assert other["episode_step"] == seen[0]["episode_step"]
+            np.testing.assert_allclose(other["agent_pos"], seen[0]["agent_pos"], atol=2e-4)
+            gap = np.mean([np.abs(other["pixels"][c].astype(int) - seen[0]["pixels"][c]).mean() for c in CAMERAS])
+            if env.bench.partly_readable:
+                assert gap > 0.1  # the cable's pull on the clip
+            else:
+                assert gap < 0.005
+    env.close()
+
+
+@ALL
+def test_the_cue_is_there_at_the_start_and_nowhere_else(task):
+    """It changes the first picture; state, step, instruction, reward and the keys of info do not tell it."""
+    env = make(task)
+    starts = []
+    for cue in range(len(env.bench.cues)):
+        observation, info = env.reset(seed=4, options={"cue": cue})
+        starts.append(observation)
+        assert set(info) == {"is_success", "scoring"}
+        assert set(observation) == {"agent_pos", "episode_step", "pixels"}
+        assert info["scoring"]["cue"] == cue
+        assert env.task_description == env.bench.instruction
+    for other in starts[1:]:
+        np.testing.assert_array_equal(other["agent_pos"], starts[0]["agent_pos"])
+        assert np.abs(other["pixels"]["overhead"].astype(int) - starts[0]["pixels"]["overhead"]).max() > 30
+    env.close()
+
+
+@ALL
+def test_a_longer_delay_postpones_the_branch(task):
+    env = make(task, cameras=(), delay=200)
+    record = run(env, 0).record
+    assert record.complete
+    assert 200 <= record.delay <= 250
+    assert record.decisions[0].frame - record.cue_gone >= 200
+
+
+@ALL
+def test_paper_profile_has_the_papers_horizon(task):
+    env = make(task, cameras=(), profile="paper")
+    lengths = [run(env, seed).record.steps for seed in range(3)]
+    assert env.metadata["render_fps"] == 30
+    assert np.mean(lengths) == pytest.approx(HORIZON[task], rel=0.1)
+
+
+@ALL
+def test_following_another_cue_is_a_wrong_branch(task):
+    env = make(task, cameras=())
+    env.reset(seed=0)
+    first = env.record.decisions[0]
+    first.answer = (first.answer + 1) % len(env.bench.cues)  # the cue asked for something else
+    for action in env.expert():
+        _, _, terminated, truncated, info = env.step(action)
+        if terminated or truncated:
+            break
+    assert terminated
+    assert env.record.outcome is Outcome.WRONG
+    assert first.correct is False
+    assert not info["is_success"]
+    assert env.record.progress <= 2 / len(env.record.stages)
+    assert json.loads(info["scoring"]["record"])["outcome"] == "wrong branch"
+    assert info["scoring"]["branch_frame"] == first.frame < first.step
+
+
+def held_height(env: BenchEnv) -> float:
+    held = env.world.held["right"]
+    return 0.0 if held is None else env.world.position(held)[2]
+
+
+def test_losing_the_tool_after_a_right_choice_is_an_execution_loss():
+    env = make("Tool", cameras=())
+    env.reset(seed=0)
+    script, truncated = env.expert(), False
+    while env.record.decisions[0].step is None or held_height(env) < 0.70:  # taken and lifted
+        env.step(action := next(script))
+    while not truncated:
+        _, _, terminated, truncated, _ = env.step(action := np.where(np.isin(np.arange(17), (9, 16)), 1.0, action))
+        assert not terminated
+    assert env.record.drops == 1
+    assert env.record.outcome is Outcome.EXECUTION
+
+
+def test_standing_still_after_a_right_choice_is_a_timeout():
+    env = make("Tool", cameras=())
+    env.reset(seed=0)
+    script, truncated = env.expert(), False
+    while env.record.decisions[0].step is None:
+        env.step(action := next(script))
+    while not truncated:
+        *_, truncated, _ = env.step(action)
+    assert env.record.outcome is Outcome.TIMEOUT
+
+
+@ALL
+def test_doing_nothing_is_a_prebranch_failure(task):
+    env = make(task, cameras=())
+    env.reset(seed=0)
+    still, truncated = next(env.expert()), False
+    while not truncated:
+        _, reward, terminated, truncated, _ = env.step(still)
+        assert not terminated
+        assert reward == 0
+    assert env.record.steps == env.limit
+    assert env.record.outcome is Outcome.PREBRANCH
+    with pytest.raises(RuntimeError, match="call reset"):
+        env.step(still)
+
+
+@ALL
+@pytest.mark.parametrize(
+    ("action", "message"),
+    [
+        (np.zeros(16), r"shape \(16,\), expected \(17,\)"),
+        (np.zeros((1, 17)), r"shape \(1, 17\)"),
+        (np.where(np.arange(17) == 9, np.nan, 0.0), "left_gripper"),
+        (np.where(np.arange(17) == 2, np.inf, 0.0), "base_yaw_rate"),
+        (np.array(["a"] * 17), "base_vx"),
+    ],
+)
+def test_bad_actions_are_named_and_change_nothing(task, action, message):
+    env = make(task, cameras=())
+    env.reset(seed=0)
+    before = env.world.data.qpos.copy(), env.record.steps
+    with pytest.raises(ActionError, match=message):
+        env.step(action)
+    np.testing.assert_array_equal(env.world.data.qpos, before[0])
+    assert env.record.steps == before[1]
+    env.step(np.clip(np.full(17, 1e6), LOW, HIGH))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"split": "test"}, "split: got 'test', expected one of train, heldout"),
+        ({"profile": "fast"}, "profile: got 'fast'"),
+        ({"size": 0}, "size: got 0"),
+        ({"delay": -1}, "delay: got -1"),
+        ({"cameras": ("top",)}, r"cameras: got \['top'\]"),
+    ],
+)
+def test_bad_options_are_named(options, message):
+    with pytest.raises(OptionError, match=message):
+        make("Cable", **options)
+
+
+def test_bad_cue_is_named():
+    env = make("Cable", cameras=())
+    with pytest.raises(OptionError, match=r"cue: got 2, expected 0 to 1 \(left reel, right reel\)"):
+        env.reset(seed=0, options={"cue": 2})
+
+
+def test_unknown_task_names_the_nearest():
+    with pytest.raises(UnknownTaskError, match="did you mean 'Medicine'"):
+        make("medecine")
+    with pytest.raises(UnknownTaskError, match="the tasks are Tool, Book"):
+        make("qqq")
+
+
+def test_vectorised():
+    """Rows of a synchronous and an asynchronous vector environment see the same."""
+    seen = []
+    for mode, how in (("sync", {}), ("async", {"context": "forkserver"})):
+        envs = gymnasium.make_vec("trace_bench/Cable-v0", 2, mode, vector_kwargs=how, size=24)
+        observation, _ = envs.reset(seed=[1, 2])
+        for _ in range(3):
+            observation, *_ = envs.step(np.zeros((2, 17), dtype=np.float32))
+        assert observation["episode_step"].tolist() == [[3], [3]]
+        seen.append(observation)
+        envs.close()
+    np.testing.assert_equal(seen[0], seen[1])
+
+
+def test_a_fork_after_drawing_is_refused(monkeypatch):
+    """GL hangs in a forked child; the message says what to do instead."""
+    env = make("Cable", size=24)
+    monkeypatch.setattr("trace_bench.world._drawing_process", 1)
+    with pytest.raises(RenderError, match="context='forkserver'"):
+        env.reset(seed=0)
