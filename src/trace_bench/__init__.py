@@ -7,7 +7,7 @@ os.environ.setdefault("MUJOCO_GL", "egl")
 
 import gymnasium
 
-from trace_bench.registry import TASKS
+from trace_bench.registry import TASKS, VERSION
 
 for _name in TASKS:
-    gymnasium.register(f"trace_bench/{_name}-v0", entry_point="trace_bench.env:make", kwargs={"task": _name})
+    gymnasium.register(f"trace_bench/{_name}-v{VERSION}", entry_point="trace_bench.env:make", kwargs={"task": _name})

@@ -31,7 +31,11 @@ class OptionError(ValueError):
 
 
 class BenchEnv(gymnasium.Env[Observation, NDArray[np.float32]]):
-    """One robot at one task. The same seed gives the same episode, bit for bit."""
+    """One robot at one task. The same seed gives the same episode, bit for bit.
+
+    `delay` is the least number of control steps between the cue's disappearance and the first branch, `limit` the number
+    after which a rollout is stopped, `size` that of pixels along a side of a picture; None is the profile's or the task's.
+    """
 
     def __init__(
         self,
@@ -40,6 +44,7 @@ class BenchEnv(gymnasium.Env[Observation, NDArray[np.float32]]):
         split: Split = "heldout",
         profile: str | Profile = "default",
         delay: int | None = None,
+        limit: int | None = None,
         size: int = 96,
         cameras: tuple[str, ...] = CAMERAS,
         render_mode: str | None = "rgb_array",
@@ -56,6 +61,8 @@ class BenchEnv(gymnasium.Env[Observation, NDArray[np.float32]]):
             profile = PROFILES[profile] or task.paper
         if delay is not None and delay < 0:
             raise OptionError(f"delay: got {delay} control steps, expected 0 or more")
+        if limit is not None and limit < 1:
+            raise OptionError(f"limit: got {limit} control steps, expected 1 or more")
         self.bench, self.split, self.profile, self.size, self.cameras = task, split, profile, size, tuple(cameras)
         self.delay = profile.delay if delay is None else delay
         self.task, self.task_description = task.name, task.instruction  # LeRobot asks for these names
@@ -71,7 +78,7 @@ class BenchEnv(gymnasium.Env[Observation, NDArray[np.float32]]):
             picture = gymnasium.spaces.Box(0, 255, (size, size, 3), np.uint8)
             spaces["pixels"] = gymnasium.spaces.Dict(dict.fromkeys(self.cameras, picture))
         self.observation_space = gymnasium.spaces.Dict(spaces)
-        self.limit = int(PATIENCE * task.seconds * profile.pace * profile.rate + self._longest_delay)
+        self.limit = limit or int(PATIENCE * task.seconds * profile.pace * profile.rate + self._longest_delay)
         self._over = True
 
     @property

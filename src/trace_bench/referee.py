@@ -149,7 +149,7 @@ class Referee:
             record.cue_gone = record.steps
         while self.current < len(self.stages) and not record.wrong:
             name, stage = self.stages[self.current]
-            if not self._succeeds(stage, world):
+            if not self._succeeds(name, stage, world):
                 break
             record.stages[name] = record.steps
             self.current += 1
@@ -157,14 +157,14 @@ class Referee:
         record.drops = world.drops if record.decisions[0].step is not None else 0
         return (self.current - before) / len(self.stages)
 
-    def _succeeds(self, stage: Stage, world: World) -> bool:
+    def _succeeds(self, name: str, stage: Stage, world: World) -> bool:
         if stage.choice is None:
             return stage.done is not None and stage.done(world)
         choice = stage.choice(world)
         self.leaning = (choice, self.leaning[1] + 1 if choice == self.leaning[0] else 1)
         if choice is None or self.leaning[1] < SURE * self.rate:
             return False
-        decision = next(d for d in self.record.decisions if d.name == stage.name)
+        decision = next(d for d in self.record.decisions if d.name == name)
         decision.choice, decision.step = choice, self.record.steps
         return choice == decision.answer
 

@@ -81,7 +81,7 @@ class Task(ABC):
     def referee(self, episode: Episode, profile: Profile) -> Referee:
         """A referee with an empty score sheet."""
         stages: dict[str, int | None] = {name: None for name, _ in named(self.subtasks)}
-        branches = [stage.name for _, stage in named(self.subtasks) if stage.choice is not None]
+        branches = [name for name, stage in named(self.subtasks) if stage.choice is not None]
         decisions = [Decision(name, answer) for name, answer in zip(branches, self.answers(episode.cue), strict=True)]
         record = Record(self.name, episode.seed, episode.split, episode.cue, episode.delay, stages, decisions)
         clock = tuple(seconds * profile.pace * profile.rate for seconds in self.clock)

@@ -2,6 +2,7 @@
 
 import re
 import shlex
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
@@ -10,11 +11,20 @@ from trace_lab.cli import main
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
+SUITE = (ROOT / "docs/suite.md").read_text()
+
+SMALL = {
+    "probe": "--updates 25 --batch 4 --delay 8 --lengths 2 --out {out}",
+    "collect": "--episodes 1 --size 24 --workers 1",
+    "probe-task": "--episodes 10 --size 24",
+    "gallery": "--task Cable --size 40 --out {out}",
+}
+OK = defaultdict(lambda: {0}, {"probe-task": {0, 1}})  # so few episodes prove nothing either way
 
 
-def blocks(language: str) -> list[str]:
+def blocks(language: str, text: str = README) -> list[str]:
     """Fenced blocks marked with this language."""
-    parts = README.split("```")[1::2]
+    parts = text.split("```")[1::2]
     return [part.split("\n", 1)[1] for part in parts if part.split("\n", 1)[0] == language]
 
 
@@ -42,9 +52,23 @@ def test_commands_run(command, tmp_path, capsys):
         assert re.search(rf"^{name}:", (ROOT / "Makefile").read_text(), re.MULTILINE)
         return
     assert program == "tracemem"
-    small = ["--updates", "25", "--batch", "4", "--delay", "8", "--lengths", "2", "--out", str(tmp_path)]
-    assert main([name, *options, *(small if name == "probe" else [])]) == 0
+    options = [str(tmp_path / "made") if word.startswith("data/") else word for word in options]
+    assert (
+        main([name, *options, *(word.format(out=tmp_path / "made") for word in SMALL.get(name, "").split())])
+        in OK[name]
+    )
     assert capsys.readouterr().out
+
+
+def test_python_of_the_suites_page_runs(capsys):
+    (code,) = blocks("python", SUITE)
+    exec(code, {})
+    assert capsys.readouterr().out == "success 1.0\n"
+
+
+@pytest.mark.parametrize("link", re.findall(r"\]\(([^)]+)\)", SUITE))
+def test_links_of_the_suites_page_lead_somewhere(link):
+    assert (ROOT / "docs" / link).exists()
 
 
 @pytest.mark.parametrize("link", re.findall(r"\]\(([^)]+)\)", README))

@@ -25,10 +25,10 @@ class Cable(Task):
     instruction = "Thread the cable through the clip and plug it into the device of its side."
     cues = ("left reel", "right reel")
     seconds = 17.0
-    paper = Profile(30, 810, 2.0)
+    paper = Profile(30, 790, 2.0)
     lamps = (1,)
     partly_readable = True
-    clock = (9.2,)
+    clock = (9.6,)
 
     def scene(self) -> Scene:
         """Reels at the sides, intake and clip in the middle, devices at the back."""

@@ -26,9 +26,9 @@ class Laundry(Task):
     instruction = "Take the laundry out of the drawer, treat it as its drawer asks and put it away."
     cues = ("left drawer", "right drawer")
     seconds = 27.0
-    paper = Profile(30, 720, 1.8)
+    paper = Profile(30, 645, 1.8)
     lamps = (1, 4)
-    clock = (9.5, 11.4)
+    clock = (10.0, 12.4)
 
     def scene(self) -> Scene:
         """Drawers at the sides, an intake and a work pad in the middle, tools right, containers left."""

@@ -25,9 +25,9 @@ class Medicine(Task):
     instruction = "Bring the pill to the bedside, put it into its box and return the dish to its tray."
     cues = ("outer tray", "middle tray", "inner tray")
     seconds = 28.0
-    paper = Profile(30, 485, 1.5)
+    paper = Profile(30, 430, 1.5)
     lamps = (1, 4)
-    clock = (8.5, 12.8)
+    clock = (9.0, 13.6)
 
     def scene(self) -> Scene:
         """Trays left, boxes right, the intake near the robot, the bedside in the middle."""

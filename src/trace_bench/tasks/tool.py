@@ -26,9 +26,9 @@ class Tool(Task):
     instruction = "Cover the object, then use the two tools it needs, in order."
     cues = OBJECTS
     seconds = 26.0
-    paper = Profile(30, 1170, 2.0)
+    paper = Profile(30, 1070, 2.0)
     lamps = (1, 4)
-    clock = (7.0, 12.3)
+    clock = (7.5, 13.5)
 
     def scene(self) -> Scene:
         """The object in the middle, its cover and a bell left, three tools right."""
