@@ -19,6 +19,7 @@ from trace_bench.task import PROFILES, Profile, Task
 from trace_bench.world import World
 
 Observation = dict[str, Any]
+LARGEST = 960  # pixels along a side; the drawing buffer's
 PATIENCE = 1.6  # a rollout may take this much longer than an unhurried expert
 
 
@@ -51,18 +52,19 @@ class BenchEnv(gymnasium.Env[Observation, NDArray[np.float32]]):
     ):
         if split not in SPLITS:
             raise OptionError(f"split: got {split!r}, expected one of {', '.join(SPLITS)}")
-        if unknown := set(cameras) - set(CAMERAS):
-            raise OptionError(f"cameras: got {sorted(unknown)}, expected some of {', '.join(CAMERAS)}")
-        if size < 8:
-            raise OptionError(f"size: got {size} pixels, expected at least 8")
-        if isinstance(profile, str):
+        if not isinstance(cameras, tuple | list) or set(cameras) - set(CAMERAS):
+            raise OptionError(f"cameras: got {cameras!r}, expected a tuple of some of {', '.join(CAMERAS)}")
+        if not isinstance(profile, Profile):
             if profile not in PROFILES:
                 raise OptionError(f"profile: got {profile!r}, expected one of {', '.join(PROFILES)}")
             profile = PROFILES[profile] or task.paper
-        if delay is not None and delay < 0:
-            raise OptionError(f"delay: got {delay} control steps, expected 0 or more")
-        if limit is not None and limit < 1:
-            raise OptionError(f"limit: got {limit} control steps, expected 1 or more")
+        if render_mode not in {None, "rgb_array"}:
+            raise OptionError(f"render_mode: got {render_mode!r}, expected 'rgb_array' or None")
+        _integer("size", size, 8, LARGEST, "pixels")
+        if delay is not None:
+            _integer("delay", delay, 0, None, "control steps")
+        if limit is not None:
+            _integer("limit", limit, 1, None, "control steps")
         self.bench, self.split, self.profile, self.size, self.cameras = task, split, profile, size, tuple(cameras)
         self.delay = profile.delay if delay is None else delay
         self.task, self.task_description = task.name, task.instruction  # LeRobot asks for these names
@@ -100,12 +102,14 @@ class BenchEnv(gymnasium.Env[Observation, NDArray[np.float32]]):
         """Begins an episode. `options={"cue": i}` asks for a cue; without it, the seed chooses."""
         super().reset(seed=seed)
         number = int(self.np_random.integers(2**31)) if seed is None else seed
-        count = len(self.bench.cues)
-        cue = (options or {}).get("cue", None)
+        count, asked = len(self.bench.cues), dict(options or {})
+        asked.pop("lerobot_new_rollout", None)  # LeRobot's word for a reset that is meant
+        cue = asked.pop("cue", None)
+        if asked:
+            raise OptionError(f"options: got {', '.join(map(repr, asked))}, expected only 'cue'")
         if cue is None:
             cue = draw_cue(self.bench.name, number, self.split, count)
-        if cue not in range(count):
-            raise OptionError(f"cue: got {cue!r}, expected 0 to {count - 1} ({', '.join(self.bench.cues)})")
+        _integer("cue", cue, 0, count - 1, f"({', '.join(self.bench.cues)})")
         probe = Episode(number, self.split, int(cue), self.delay)
         extra = int(probe.rng("delay").integers(self._longest_delay - self.delay + 1))
         self.episode = Episode(number, self.split, int(cue), self.delay + extra)
@@ -122,8 +126,10 @@ class BenchEnv(gymnasium.Env[Observation, NDArray[np.float32]]):
         action = np.asarray(action)
         if action.shape != (len(CHANNELS),):
             raise ActionError(f"action: got shape {action.shape}, expected ({len(CHANNELS)},)")
-        if not np.issubdtype(action.dtype, np.number) or not np.isfinite(action).all():
-            bad = [name for name, value in zip(CHANNELS, action, strict=True) if not _finite(value)]
+        if not np.issubdtype(action.dtype, np.floating) and not np.issubdtype(action.dtype, np.integer):
+            raise ActionError(f"action: got dtype {action.dtype}, expected real numbers; the robot was not moved")
+        if not (finite := np.isfinite(action)).all():
+            bad = [name for name, good in zip(CHANNELS, finite, strict=True) if not good]
             raise ActionError(f"action: not a finite number in {', '.join(bad)}; the robot was not moved")
         self.world.step(action.astype(np.float64))
         self.bench.tick(self.world)
@@ -173,11 +179,12 @@ class BenchEnv(gymnasium.Env[Observation, NDArray[np.float32]]):
         return {"is_success": record.complete and record.outcome == Outcome.SUCCESS, "scoring": scoring}
 
 
-def _finite(value: object) -> bool:
-    try:
-        return bool(np.isfinite(value))  # type: ignore[call-overload]
-    except TypeError:
-        return False
+def _integer(name: str, value: Any, low: int, high: int | None, unit: str) -> None:
+    """An OptionError unless the value is a whole number within bounds."""
+    whole = isinstance(value, int | np.integer) and not isinstance(value, bool)
+    if not whole or value < low or (high is not None and value > high):
+        span = f"{low} or more" if high is None else f"{low} to {high}"
+        raise OptionError(f"{name}: got {value!r}, expected {span} {unit}")
 
 
 def make(task: str, **options: Any) -> BenchEnv:

@@ -9,8 +9,9 @@ from typing import Any
 
 from trace_bench.world import World
 
-SURE = 0.3  # seconds for which an option must be taken before it counts as decided
+SURE = 0.5  # seconds for which an option must be taken before it counts as decided
 REST = 1.5  # seconds for which the robot must have been ready before a lamp lights
+GRID = 2.0  # seconds: a lamp that has missed its clock waits for the next of these
 
 
 @dataclass(frozen=True)
@@ -129,14 +130,16 @@ class Referee:
     record: Record
     subtasks: tuple[Subtask, ...]
     lamps: tuple[int, ...]  # index of the stage before which each lamp lights
-    clock: tuple[float, ...]  # control steps before which it does not: from the start, then from the lamp before
+    clock: tuple[int, ...]  # control steps before which it does not: from the start, then from the lamp before
     hidden: Callable[[World], bool]
     ready: Callable[[World, int], bool]
-    rate: float  # control steps a second
+    rate: float  # control steps a second, at an unhurried pace
     stages: list[tuple[str, Stage]] = field(init=False)
     current: int = 0  # the stage that must succeed next
     waited: int = 0  # steps the robot has been ready for the next lamp
     leaning: tuple[int | None, int] = (None, 0)  # an option and for how many steps it has been taken
+    branch: tuple[Decision, Stage] | None = None  # the last one decided
+    lost_before: int = 0  # drops before the first decision
 
     def __post_init__(self) -> None:
         self.stages = named(self.subtasks)
@@ -147,26 +150,49 @@ class Referee:
         record.steps += 1
         if record.cue_gone is None and self.hidden(world):
             record.cue_gone = record.steps
-        while self.current < len(self.stages) and not record.wrong:
+        self._reconsider(world)
+        while self.current < len(self.stages) and not record.wrong and not self._dark(world):
             name, stage = self.stages[self.current]
             if not self._succeeds(name, stage, world):
                 break
             record.stages[name] = record.steps
-            self.current += 1
+            self.current, self.leaning = self.current + 1, (None, 0)
         self._light(world)
-        record.drops = world.drops if record.decisions[0].step is not None else 0
+        if record.decisions[0].step is None:
+            self.lost_before = world.drops
+        record.drops = world.drops - self.lost_before
         return (self.current - before) / len(self.stages)
+
+    def _dark(self, world: World) -> bool:
+        """Whether the stage that is next waits for a lamp: what is done before it lights counts for nothing."""
+        return self.current in self.lamps and world.lamp <= self.lamps.index(self.current)
 
     def _succeeds(self, name: str, stage: Stage, world: World) -> bool:
         if stage.choice is None:
             return stage.done is not None and stage.done(world)
-        choice = stage.choice(world)
-        self.leaning = (choice, self.leaning[1] + 1 if choice == self.leaning[0] else 1)
-        if choice is None or self.leaning[1] < SURE * self.rate:
+        choice = self._sure(stage.choice(world))
+        if choice is None:
             return False
         decision = next(d for d in self.record.decisions if d.name == name)
         decision.choice, decision.step = choice, self.record.steps
+        self.branch = (decision, stage)
         return choice == decision.answer
+
+    def _reconsider(self, world: World) -> None:
+        """Whoever decides right and then does the other thing has decided wrong."""
+        waiting = self.current < len(self.stages) and self.stages[self.current][1].choice is not None
+        if self.branch is None or waiting:  # at the next branch that one is watched
+            return
+        decision, stage = self.branch
+        assert stage.choice is not None
+        choice = self._sure(stage.choice(world))
+        if choice not in {None, decision.choice}:
+            decision.choice, decision.step = choice, self.record.steps
+
+    def _sure(self, choice: int | None) -> int | None:
+        """An option once it has been taken for long enough."""
+        self.leaning = (choice, self.leaning[1] + 1 if choice == self.leaning[0] else 1)
+        return choice if self.leaning[1] >= SURE * self.rate else None
 
     def _light(self, world: World) -> None:
         """The next lamp lights when its stage is next and the robot is at rest, but not before the delay is over, nor before
@@ -177,9 +203,10 @@ class Referee:
             self.waited = 0
             return
         self.waited += 1
-        before = self.record.decisions[phase - 1].frame or 0 if phase else self.record.delay
+        before = (self.record.decisions[phase - 1].frame or 0) if phase else self.record.delay
         early = phase == 0 and (gone is None or steps - gone < self.record.delay)
-        if self.waited >= REST * self.rate and not early and steps >= before + self.clock[phase]:
+        late = steps - before - self.clock[phase]
+        if self.waited >= REST * self.rate and not early and late >= 0 and late % round(GRID * self.rate) == 0:
             self.record.decisions[phase].frame = steps
             world.set_lamp(phase + 1)
             self.waited = 0

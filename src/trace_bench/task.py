@@ -70,10 +70,9 @@ class Task(ABC):
     def script(self, expert: "Expert", cue: int) -> Iterator[Vector]:
         """The expert's way to do it, one action a control step."""
 
+    @abstractmethod
     def ready(self, world: World, phase: int) -> bool:
-        """Whether the robot stands at a branch: by default both hands back and empty."""
-        del phase
-        return all(world.ready(hand) and world.held[hand] is None for hand in world.held)
+        """Whether robot and things are where this branch begins."""
 
     def tick(self, world: World) -> None:  # noqa: B027
         """What the scene does by itself after a control step; by default nothing."""
@@ -84,5 +83,6 @@ class Task(ABC):
         branches = [name for name, stage in named(self.subtasks) if stage.choice is not None]
         decisions = [Decision(name, answer) for name, answer in zip(branches, self.answers(episode.cue), strict=True)]
         record = Record(self.name, episode.seed, episode.split, episode.cue, episode.delay, stages, decisions)
-        clock = tuple(seconds * profile.pace * profile.rate for seconds in self.clock)
-        return Referee(record, self.subtasks, self.lamps, clock, self.hidden, self.ready, profile.rate)
+        rate = profile.pace * profile.rate
+        clock = tuple(round(seconds * rate) for seconds in self.clock)
+        return Referee(record, self.subtasks, self.lamps, clock, self.hidden, self.ready, rate)

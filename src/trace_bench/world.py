@@ -31,6 +31,7 @@ from trace_bench.scene import Scene
 GRASP_RADIUS = 0.06  # an object is held once a gripper closes this near to it, metres
 CLOSED, OPEN = 0.45, 0.55  # gripper opening below / above which it counts as closed / open
 STEP = 0.005  # longest physics step, seconds
+SENSOR = np.array([*3 * [1e-3], *2 * [*6 * [1e-4], 1e-3]])  # resolution of each channel: m/s, rad/s, rad, opening
 LAMPS = ((0.75, 0.10, 0.08, 1.0), (0.10, 0.85, 0.20, 1.0), (0.15, 0.35, 1.0, 1.0), (0.95, 0.95, 0.95, 1.0))
 
 
@@ -54,6 +55,7 @@ class World:
         self.resting: dict[str, str | None] = dict.fromkeys(self.props)
         self.drops = 0  # times a prop was let go where nothing holds it
         self.lamp = 0
+        self.marks: dict[str, int] = {}  # what a task wants remembered until the next reset
         self._closed = dict.fromkeys(HANDS, False)
         model = self.model
         self._joints = {hand: np.array([model.joint(f"{hand}_{j}").qposadr[0] for j in JOINTS]) for hand in HANDS}
@@ -84,7 +86,7 @@ class World:
         mujoco.mj_resetData(self.model, self.data)
         self.data.eq_active[:] = 0
         self.held, self.resting = dict.fromkeys(HANDS), dict.fromkeys(self.props)
-        self._closed, self.drops, self.lamp = dict.fromkeys(HANDS, False), 0, 0
+        self._closed, self.drops, self.marks = dict.fromkeys(HANDS, False), 0, {}
         self.set_lamp(0)
         ready = ready_posture()
         for hand in HANDS:
@@ -214,12 +216,17 @@ class World:
         gaps = [float(np.linalg.norm(self.position(prop) - self.spot(spot))) for spot in spots]
         return int(np.argmin(gaps)) if min(gaps) < radius else None
 
+    def hands_back(self) -> bool:
+        """Both hands at their ready points, open and empty."""
+        return all(self.ready(hand) and self.held[hand] is None for hand in HANDS)
+
     def ready(self, hand: Hand, tolerance: float = 0.06) -> bool:
-        """Whether a hand is back at its ready point."""
-        return bool(np.linalg.norm(self.in_base(self.pinch(hand)) - READY[hand]) < tolerance)
+        """Whether a hand is back at its ready point, open."""
+        near = np.linalg.norm(self.in_base(self.pinch(hand)) - READY[hand]) < tolerance
+        return bool(near and self.data.qpos[self._fingers[hand]].mean() > 0.8 * FINGER)
 
     def state(self) -> NDArray[np.float32]:
-        """The 17 channels as the robot measures them."""
+        """The 17 channels as the robot measures them, in steps of its sensors."""
         state = np.zeros(len(CHANNELS))
         if self.moving:
             yaw, (vx, vy, rate) = self.data.qpos[2], self.data.qvel[:3]
@@ -228,7 +235,7 @@ class World:
         for hand in HANDS:
             state[ARM[hand]] = self.data.qpos[self._joints[hand]]
             state[GRIPPER[hand]] = self.data.qpos[self._fingers[hand]].mean() / FINGER
-        return state.astype(np.float32)
+        return (np.round(state / SENSOR) * SENSOR + 0.0).astype(np.float32)  # + 0.0: no negative zeros
 
     def set_lamp(self, phase: int) -> None:
         """The status light: red means wait, then one colour for each go."""
@@ -246,6 +253,11 @@ class World:
                 "start workers with context='forkserver' or 'spawn'"
             )
         if (height, width) not in self._renderers:
+            if "glfw" in mujoco.GLContext.__module__ and not (os.getenv("DISPLAY") or os.getenv("WAYLAND_DISPLAY")):
+                raise RenderError(
+                    "mujoco was imported before trace_bench and chose to draw on a screen, but there is none: "
+                    "set MUJOCO_GL=egl, or import trace_bench first"
+                )
             try:
                 self._renderers[height, width] = mujoco.Renderer(self.model, height, width)
                 _drawing_process = os.getpid()

@@ -5,12 +5,14 @@ import subprocess
 import sys
 
 import gymnasium
+import mujoco
 import numpy as np
 import pytest
 from gymnasium.utils.env_checker import check_env
 
 import trace_bench
 from trace_bench.env import ActionError, BenchEnv, OptionError, make
+from trace_bench.expert import Expert
 from trace_bench.referee import Outcome
 from trace_bench.registry import UnknownTaskError
 from trace_bench.robot import CAMERAS, CHANNELS, HIGH, LOW
@@ -203,6 +205,49 @@ def test_losing_the_tool_after_a_right_choice_is_an_execution_loss():
     assert env.record.outcome is Outcome.EXECUTION
 
 
+def test_lifting_the_cover_again_shows_nothing():
+    env = make("Tool", cameras=())
+    env.reset(seed=0)
+    shown = env.bench.cues[env.episode.cue]
+    assert env.world.position(shown)[2] > 0.5
+    for action in env.expert():
+        env.step(action)
+        if env.record.cue_gone:
+            break
+    env.step(action)
+    assert max(env.world.position(name)[2] for name in env.bench.cues) < 0
+
+
+def test_the_pill_stays_in_the_dish_until_the_lamp_lights():
+    env = make("Medicine", cameras=())
+    env.reset(seed=0)
+    world, address = env.world, env.world.model.joint("dish").qposadr[0]
+    world.held["right"] = "dish"
+    world.data.qpos[address : address + 3] = world.spot("box 2")
+    mujoco.mj_forward(world.model, world.data)
+    env.bench.tick(world)
+    assert world.marks == {}
+    world.set_lamp(1)
+    env.bench.tick(world)
+    assert world.marks == {"pill": 1}
+    assert world.model.geom("pill").rgba[3] == 0
+    env.reset(seed=0)
+    assert world.marks == {}
+    assert world.model.geom("pill").rgba[3] == 1
+
+
+@pytest.mark.parametrize("yaw", [np.pi, -np.pi])
+def test_books_hub_may_be_faced_by_either_turn(yaw):
+    env = make("Book", cameras=())
+    env.reset(seed=0)
+    world = env.world
+    world.held["right"] = "book"
+    world.data.qpos[:3] = (-0.75, 0.0, yaw)
+    mujoco.mj_forward(world.model, world.data)
+    assert env.bench.hidden(world)
+    assert env.bench.ready(world, 0)
+
+
 def test_standing_still_after_a_right_choice_is_a_timeout():
     env = make("Tool", cameras=())
     env.reset(seed=0)
@@ -212,6 +257,22 @@ def test_standing_still_after_a_right_choice_is_a_timeout():
     while not truncated:
         *_, truncated, _ = env.step(action)
     assert env.record.outcome is Outcome.TIMEOUT
+
+
+@ALL
+def test_acting_before_the_lamp_counts_for_nothing(task, monkeypatch):
+    """Otherwise neither delay nor memory would be needed."""
+    monkeypatch.setattr(Expert, "wait_for_lamp", lambda self, phase: iter(()))
+    env = make(task, cameras=())
+    for cue in range(len(env.bench.cues)):
+        env.reset(seed=0, options={"cue": cue})
+        for action in env.expert():
+            _, _, terminated, truncated, _ = env.step(action)
+            if terminated or truncated:
+                break
+        assert env.record.decisions[0].step is None
+        assert env.record.outcome in {Outcome.PREBRANCH, Outcome.TIMEOUT}
+        assert sum(step is not None for step in env.record.stages.values()) <= env.bench.lamps[0]
 
 
 @ALL
@@ -237,7 +298,9 @@ def test_doing_nothing_is_a_prebranch_failure(task):
         (np.zeros((1, 17)), r"shape \(1, 17\)"),
         (np.where(np.arange(17) == 9, np.nan, 0.0), "left_gripper"),
         (np.where(np.arange(17) == 2, np.inf, 0.0), "base_yaw_rate"),
-        (np.array(["a"] * 17), "base_vx"),
+        (np.array(["a"] * 17), "dtype <U1, expected real numbers"),
+        (np.zeros(17, dtype=object), "dtype object"),
+        (np.zeros(17, dtype=complex), "dtype complex128"),
     ],
 )
 def test_bad_actions_are_named_and_change_nothing(task, action, message):
@@ -258,7 +321,14 @@ def test_bad_actions_are_named_and_change_nothing(task, action, message):
         ({"profile": "fast"}, "profile: got 'fast'"),
         ({"size": 0}, "size: got 0"),
         ({"delay": -1}, "delay: got -1"),
-        ({"cameras": ("top",)}, r"cameras: got \['top'\]"),
+        ({"size": "x"}, "size: got 'x', expected 8 to 960 pixels"),
+        ({"size": 1000}, "size: got 1000, expected 8 to 960 pixels"),
+        ({"delay": 61.5}, "delay: got 61.5, expected 0 or more control steps"),
+        ({"limit": "a"}, "limit: got 'a'"),
+        ({"profile": None}, "profile: got None"),
+        ({"render_mode": "human"}, "render_mode: got 'human'"),
+        ({"cameras": ("top",)}, r"cameras: got \('top',\), expected a tuple of some of overhead"),
+        ({"cameras": None}, "cameras: got None"),
     ],
 )
 def test_bad_options_are_named(options, message):
@@ -270,6 +340,10 @@ def test_bad_cue_is_named():
     env = make("Cable", cameras=())
     with pytest.raises(OptionError, match=r"cue: got 2, expected 0 to 1 \(left reel, right reel\)"):
         env.reset(seed=0, options={"cue": 2})
+    with pytest.raises(OptionError, match="options: got 'cues', expected only 'cue'"):
+        env.reset(seed=0, options={"cues": 1})
+    env.reset(seed=0, options={"cue": np.int64(1), "lerobot_new_rollout": True})
+    assert env.episode.cue == 1
 
 
 def test_unknown_task_names_the_nearest():

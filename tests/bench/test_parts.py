@@ -1,11 +1,13 @@
 """Robot, world, referee and episodes on their own."""
 
+from types import SimpleNamespace
+
 import mink
 import numpy as np
 import pytest
 
 from trace_bench.episode import INSTANCES, SPLITS, Episode, draw_cue
-from trace_bench.referee import Decision, Outcome, Record, classify, progress
+from trace_bench.referee import Decision, Outcome, Record, Referee, Stage, Subtask, classify, progress
 from trace_bench.registry import TASKS, load
 from trace_bench.robot import ARM, CHANNELS, GRIPPER, HANDS, HIGH, LOW, READY, kinematics, pose, ready_posture
 from trace_bench.task import PROFILES
@@ -109,6 +111,15 @@ def test_no_picture_says_what_to_install(monkeypatch):
         blind.render("overhead", 32, 32)
 
 
+def test_mujoco_imported_first_without_a_screen_is_refused(monkeypatch):
+    """It would crash the process."""
+    monkeypatch.delenv("DISPLAY", raising=False)
+    monkeypatch.delenv("WAYLAND_DISPLAY", raising=False)
+    monkeypatch.setattr("mujoco.GLContext", type("GLContext", (), {"__module__": "mujoco.glfw"}))
+    with pytest.raises(RenderError, match="MUJOCO_GL=egl, or import trace_bench first"):
+        World(load("Cable").scene(), 10).render("overhead", 32, 32)
+
+
 # -- referee --------------------------------------------------------------------------------------------------------
 
 
@@ -137,6 +148,41 @@ def test_failure_classes(stages, decision, drops, timed_out, outcome):
     sheet = record(stages, **decision)
     sheet.drops = drops
     assert classify(sheet, timed_out=timed_out) is outcome
+
+
+def follow(choices: list[int | None], drops: list[int] | None = None, *, answer: int = 1) -> Referee:
+    """A referee over a made-up world: one branch whose lamp lights at once, one stage after it."""
+    made_up = SimpleNamespace(lamp=0, drops=0, choice=None)
+    made_up.set_lamp = lambda phase: setattr(made_up, "lamp", phase)
+    branch, after = Stage("choose", choice=lambda w: w.choice), Stage("finish", lambda w: False)
+    sheet = Record("Tool", 0, "train", 0, 0, {"s: choose": None, "s: finish": None}, [Decision("s: choose", answer)])
+    referee = Referee(sheet, (Subtask("s", (branch, after)),), (0,), (0,), lambda w: True, lambda w, phase: True, 4.0)
+    for index, choice in enumerate(choices):
+        made_up.choice, made_up.drops = choice, drops[index] if drops else 0
+        referee.watch(made_up)
+    return referee
+
+
+BEFORE_LAMP = 8 * [None]  # it lights after 1.5 s at rest, on a grid of 2 s
+
+
+def test_a_choice_must_last_half_a_second():
+    assert follow([*BEFORE_LAMP, 1, None, 1, None]).record.decisions[0].choice is None
+    assert follow([*BEFORE_LAMP, 0, 1, 1]).record.decisions[0].correct is True
+
+
+def test_a_choice_before_the_lamp_is_none():
+    assert follow([0, 0, 0, 0]).record.decisions[0].choice is None
+
+
+def test_whoever_changes_to_the_wrong_option_has_chosen_it():
+    assert follow([*BEFORE_LAMP, 1, 1, None, 0, None]).record.wrong is False
+    assert follow([*BEFORE_LAMP, 1, 1, None, 0, 0]).record.wrong is True
+
+
+def test_losses_before_the_first_decision_do_not_count():
+    assert follow([*BEFORE_LAMP, 1, 1, None], [*8 * [0], 2, 2, 2]).record.drops == 0
+    assert follow([*BEFORE_LAMP, 1, 1, None], [*8 * [0], 2, 2, 3]).record.drops == 1
 
 
 # -- episodes -------------------------------------------------------------------------------------------------------

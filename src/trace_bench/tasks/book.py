@@ -31,11 +31,11 @@ class Book(Task):
     name = "Book"
     instruction = "Take the book from its shelf to its return chute by its lane, and come back the same way."
     cues = ("left shelf", "middle shelf", "right shelf")
-    seconds = 26.0
-    paper = Profile(30, 280, 1.2)
+    seconds = 32.0
+    paper = Profile(30, 215, 1.2)
     moving = True
     lamps = (2, 5, 9)
-    clock = (11.0, 7.0, 8.2)
+    clock = (12.0, 7.4, 8.8)
 
     def scene(self) -> Scene:
         """A rack ahead, behind the robot three lanes between posts, and a desk with three chutes beyond them."""
@@ -82,7 +82,7 @@ class Book(Task):
                 (
                     Stage("book taken", lambda w: w.held["right"] == "book" and w.base[0] < -0.15),
                     Stage("at the hub", lambda w: self._near(w, HUB) and w.held["right"] == "book"),
-                    Stage("right lane entered", choice=lambda w: self._lane(w, w.base[0] < GATE - 0.15)),
+                    Stage("right lane entered", choice=lambda w: self._lane(w, EXIT, GATE - 0.15)),
                     Stage("lane passed", lambda w: bool(w.base[0] < EXIT)),
                 ),
             ),
@@ -99,7 +99,7 @@ class Book(Task):
                 "come back",
                 (
                     Stage("back at the middle", lambda w: self._near(w, DESK)),
-                    Stage("right lane back entered", choice=lambda w: self._lane(w, w.base[0] > EXIT + 0.15)),
+                    Stage("right lane back entered", choice=lambda w: self._lane(w, EXIT + 0.15, GATE)),
                     Stage("lane passed again", lambda w: bool(w.base[0] > GATE)),
                     Stage("at the hub again", lambda w: self._near(w, HUB)),
                 ),
@@ -111,14 +111,16 @@ class Book(Task):
         return bool(np.hypot(*(world.base[:2] - place)) < 0.12)
 
     @staticmethod
-    def _lane(world: World, entered: bool) -> int | None:  # noqa: FBT001
-        return int(np.argmin(np.abs(-world.base[1] - np.array(LANES)))) if entered else None
+    def _lane(world: World, low: float, high: float) -> int | None:
+        """The lane the robot is in, between these."""
+        inside = low < world.base[0] < high
+        return int(np.argmin(np.abs(-world.base[1] - np.array(LANES)))) if inside else None
 
     @staticmethod
     def _chute(world: World) -> int | None:
         """The chute in front of which a book is held close."""
         ahead = world.position("book")
-        if not -3.55 < ahead[0] < -3.25:
+        if ahead[0] > DESK[0] - 0.54:
             return None
         return int(np.argmin([abs(ahead[1] - world.spot(chute)[1]) for chute in CHUTES]))
 
@@ -134,7 +136,7 @@ class Book(Task):
 
     def hidden(self, world: World) -> bool:
         """Back on the middle line with the book, the rack out of sight."""
-        return world.held["right"] == "book" and self._near(world, HUB) and world.base[2] > np.pi / 2
+        return world.held["right"] == "book" and self._near(world, HUB) and np.cos(world.base[2]) < 0
 
     def script(self, expert: Expert, cue: int) -> Iterator[Vector]:
         """Fetch, carry to the hub and turn (the same for all), lane, chute, lane."""
@@ -155,7 +157,7 @@ class Book(Task):
         expert.section("chute")
         yield from expert.drive(DESK[0], -BAYS[cue] - REACH, TURNED)
         spot = expert.world.spot(CHUTES[cue])
-        yield from expert.reach("right", np.array([-3.30, spot[1], GRIP]), forward=True)
+        yield from expert.reach("right", np.array([DESK[0] - 0.60, spot[1], GRIP]), forward=True)
         yield from expert.hold(0.3)
         yield from expert.grip("right", 1.0)
         yield from expert.move({"right": CARRY})

@@ -25,10 +25,10 @@ class Cable(Task):
     instruction = "Thread the cable through the clip and plug it into the device of its side."
     cues = ("left reel", "right reel")
     seconds = 17.0
-    paper = Profile(30, 790, 2.0)
+    paper = Profile(30, 750, 2.0)
     lamps = (1,)
     partly_readable = True
-    clock = (9.6,)
+    clock = (10.4,)
 
     def scene(self) -> Scene:
         """Reels at the sides, intake and clip in the middle, devices at the back."""
@@ -86,7 +86,7 @@ class Cable(Task):
                     Stage("plug in the clip", lambda w: w.resting["plug"] == "clip"),
                     Stage("right device reached", choice=lambda w: w.first_near("plug", DEVICES)),
                     Stage("plugged in", lambda w: w.resting["plug"] in DEVICES),
-                    Stage("hands back", lambda w: self.ready(w, 0)),
+                    Stage("hands back", lambda w: w.hands_back()),
                 ),
             ),
         )
@@ -95,9 +95,13 @@ class Cable(Task):
         """The device of the side."""
         return (cue,)
 
+    def ready(self, world: World, phase: int) -> bool:
+        """Hands back, the plug in the clip."""
+        return world.hands_back() and world.resting["plug"] == "clip"
+
     def hidden(self, world: World) -> bool:
         """The plug has left its reel; what the clip's turn tells remains."""
-        return world.resting["plug"] in {"intake", "clip"} and self.ready(world, 0)
+        return world.resting["plug"] in {"intake", "clip"} and world.hands_back()
 
     def script(self, expert: Expert, cue: int) -> Iterator[Vector]:
         """Fetch, thread (the same for both), connect."""

@@ -25,10 +25,10 @@ class Laundry(Task):
     name = "Laundry"
     instruction = "Take the laundry out of the drawer, treat it as its drawer asks and put it away."
     cues = ("left drawer", "right drawer")
-    seconds = 27.0
-    paper = Profile(30, 645, 1.8)
+    seconds = 30.0
+    paper = Profile(30, 560, 1.8)
     lamps = (1, 4)
-    clock = (10.0, 12.4)
+    clock = (10.6, 13.2)
 
     def scene(self) -> Scene:
         """Drawers at the sides, an intake and a work pad in the middle, tools right, containers left."""
@@ -71,7 +71,7 @@ class Laundry(Task):
                     Stage("garment on the work pad", lambda w: w.resting["garment"] == "work"),
                     Stage("right tool taken", choice=lambda w: w.first_held(TOOLS)),
                     Stage("tool used", self._used),
-                    Stage("tool put back", lambda w: all(w.resting[tool] == f"{tool} rest" for tool in TOOLS)),
+                    Stage("tool put back", self._back),
                 ),
             ),
             Subtask(
@@ -80,7 +80,7 @@ class Laundry(Task):
                     Stage("garment taken", lambda w: "garment" in w.held.values()),
                     Stage("right container reached", choice=lambda w: w.first_near("garment", PLACES)),
                     Stage("garment in it", lambda w: w.resting["garment"] in PLACES),
-                    Stage("hands back", lambda w: self.ready(w, 1)),
+                    Stage("hands back", lambda w: w.hands_back()),
                 ),
             ),
         )
@@ -93,13 +93,21 @@ class Laundry(Task):
         apart = world.position(TOOLS[tool]) - garment
         return bool(np.hypot(apart[0], apart[1]) < 0.06 and apart[2] < 0.10)
 
+    @staticmethod
+    def _back(world: World) -> bool:
+        return all(world.resting[tool] == f"{tool} rest" for tool in TOOLS)
+
     def answers(self, cue: int) -> tuple[int, ...]:
         """Left: brush and basket; right: board and store."""
         return (cue, cue)
 
+    def ready(self, world: World, phase: int) -> bool:
+        """Hands back, the garment on the work pad, both tools at rest."""
+        return world.hands_back() and world.resting["garment"] == "work" and self._back(world)
+
     def hidden(self, world: World) -> bool:
         """The garment has left its drawer and lies where every garment does."""
-        return world.resting["garment"] in {"intake", "work"} and self.ready(world, 0)
+        return world.resting["garment"] in {"intake", "work"} and world.hands_back()
 
     def script(self, expert: Expert, cue: int) -> Iterator[Vector]:
         """Fetch, carry (the same for all), treat, put away."""

@@ -24,10 +24,10 @@ class Medicine(Task):
     name = "Medicine"
     instruction = "Bring the pill to the bedside, put it into its box and return the dish to its tray."
     cues = ("outer tray", "middle tray", "inner tray")
-    seconds = 28.0
-    paper = Profile(30, 430, 1.5)
+    seconds = 31.0
+    paper = Profile(30, 350, 1.5)
     lamps = (1, 4)
-    clock = (9.0, 13.6)
+    clock = (9.8, 14.4)
 
     def scene(self) -> Scene:
         """Trays left, boxes right, the intake near the robot, the bedside in the middle."""
@@ -69,8 +69,8 @@ class Medicine(Task):
                 "dispense",
                 (
                     Stage("dish at the bedside", lambda w: w.resting["dish"] == "bedside"),
-                    Stage("right box reached", choice=lambda w: w.first_near("dish", BOXES)),
-                    Stage("pill in it", lambda w: not self._pill(w)),
+                    Stage("right box reached", choice=lambda w: w.marks.get("pill", w.first_near("dish", BOXES))),
+                    Stage("pill in it", lambda w: "pill" in w.marks),
                     Stage("dish back at the bedside", lambda w: w.resting["dish"] == "bedside"),
                 ),
             ),
@@ -80,27 +80,29 @@ class Medicine(Task):
                     Stage("dish taken", lambda w: "dish" in w.held.values()),
                     Stage("right tray reached", choice=lambda w: w.first_near("dish", TRAYS)),
                     Stage("dish on it", lambda w: w.resting["dish"] in TRAYS),
-                    Stage("hands back", lambda w: self.ready(w, 1)),
+                    Stage("hands back", lambda w: w.hands_back()),
                 ),
             ),
         )
 
-    @staticmethod
-    def _pill(world: World) -> bool:
-        return bool(world.model.geom("pill").rgba[3] > 0)
-
     def tick(self, world: World) -> None:
-        """A dish held low over a box loses its pill into it."""
-        if "dish" in world.held.values() and world.first_near("dish", BOXES, 0.05) is not None:
+        """A dish held low over a box, once the lamp allows it, loses its pill into it."""
+        below = world.first_near("dish", BOXES, 0.05)
+        if below is not None and world.lamp and "pill" not in world.marks and "dish" in world.held.values():
+            world.marks["pill"] = below
             world.model.geom("pill").rgba[3] = 0.0
 
     def answers(self, cue: int) -> tuple[int, ...]:
         """The box of the tray, and the tray."""
         return (cue, cue)
 
+    def ready(self, world: World, phase: int) -> bool:
+        """Hands back, the dish at the bedside, the pill still in it the first time."""
+        return world.hands_back() and world.resting["dish"] == "bedside" and ("pill" in world.marks) == (phase > 0)
+
     def hidden(self, world: World) -> bool:
         """The dish has left its tray and stands where every dish does."""
-        return world.resting["dish"] in {"intake", "bedside"} and self.ready(world, 0)
+        return world.resting["dish"] in {"intake", "bedside"} and world.hands_back()
 
     def script(self, expert: Expert, cue: int) -> Iterator[Vector]:
         """Fetch, carry (the same for all), dispense, return."""

@@ -25,10 +25,10 @@ class Tool(Task):
     name = "Tool"
     instruction = "Cover the object, then use the two tools it needs, in order."
     cues = OBJECTS
-    seconds = 26.0
-    paper = Profile(30, 1070, 2.0)
+    seconds = 31.0
+    paper = Profile(30, 980, 2.0)
     lamps = (1, 4)
-    clock = (7.5, 13.5)
+    clock = (8.0, 14.4)
 
     def scene(self) -> Scene:
         """The object in the middle, its cover and a bell left, three tools right."""
@@ -95,7 +95,7 @@ class Tool(Task):
                     Stage("right second tool taken", choice=lambda w: w.first_held(TOOLS)),
                     Stage("used", self._used),
                     Stage("put back", self._back),
-                    Stage("hands back", lambda w: self.ready(w, 1)),
+                    Stage("hands back", lambda w: w.hands_back()),
                 ),
             ),
         )
@@ -112,9 +112,19 @@ class Tool(Task):
     def _back(world: World) -> bool:
         return all(world.resting[tool] == f"{tool} rest" for tool in TOOLS)
 
+    def tick(self, world: World) -> None:
+        """The bench swallows what is covered on it: lifting the cover again shows nothing."""
+        if world.resting["cover"] == "bench":
+            for name in OBJECTS:
+                world.model.body(name).pos[:] = HIDDEN
+
     def answers(self, cue: int) -> tuple[int, ...]:
         """Tool i, then the next one round."""
         return (cue, (cue + 1) % len(TOOLS))
+
+    def ready(self, world: World, phase: int) -> bool:
+        """Hands back, the object covered, all tools at rest."""
+        return world.hands_back() and world.resting["cover"] == "bench" and self._back(world)
 
     def hidden(self, world: World) -> bool:
         """The object is covered."""
