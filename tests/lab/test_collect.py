@@ -326,7 +326,7 @@ def test_workers_ctrl_c_and_going_on(three, tmp_path, no_film):
         (["Cable", "--episodes", "0"], 2, "--episodes: got 0"),
         (["Cable", "--workers", "0"], 2, "--workers: got 0"),
         (["Cable", "--first-seed", "-1"], 2, "--first-seed: got -1"),
-        (["Cable", "--size", "2"], 2, "size: got 2 pixels"),
+        (["Cable", "--size", "2"], 2, "size: got 2, expected 8 to 960 pixels"),
         (["Cable", "--delay", "-5"], 2, "delay: got -5"),
     ],
 )
