@@ -26,6 +26,24 @@ class RegressionAdapter(nn.Module):
         return torch.cat([self.W_M(readout.slots), summary[..., None, :]], dim=-2)
 
 
+class ResidualAdapter(nn.Module):
+    """For policies that are trained already: features attend to the memory's tokens, and what they find is added. The last
+    map starts at zero, so that at first nothing is.
+    """
+
+    def __init__(self, width: int, token: int, heads: int = 8):
+        super().__init__()
+        self.tokens = RegressionAdapter(width, token)
+        self.attention = nn.MultiheadAttention(token, heads, batch_first=True)
+        nn.init.zeros_(self.attention.out_proj.weight)
+        nn.init.zeros_(self.attention.out_proj.bias)
+
+    def forward(self, features: Float[Tensor, "B S token"], readout: Readout) -> Float[Tensor, "B S token"]:
+        """The features with what memory adds to each."""
+        tokens = self.tokens(readout).to(features)
+        return features + self.attention(features, tokens, tokens, need_weights=False)[0]
+
+
 class Modulation(NamedTuple):
     """Features f become f * (1 + scale) + shift."""
 

@@ -1,0 +1,152 @@
+"""ACT and Diffusion Policy with a memory. The stock classes do what they always did; a memory joins at one place of each:
+ACT's decoder sees more than the encoder gave, Diffusion's condition has something added. The rest is in `remembering`.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from lerobot.policies.act.modeling_act import ACTDecoder, ACTPolicy
+from lerobot.policies.diffusion.modeling_diffusion import DiffusionModel, DiffusionPolicy
+from lerobot.policies.utils import populate_queues
+from lerobot.utils.constants import OBS_IMAGES, OBS_STATE
+from torch import Tensor, nn
+
+from lerobot_policy_trace.configuration_trace import TraceActConfig, TraceDiffusionConfig
+from lerobot_policy_trace.remembering import Batch, Remembering
+from trace_memory.adapters import DiffusionAdapter, RegressionAdapter, ResidualAdapter
+from trace_memory.memory import Readout
+
+
+class RecallingDecoder(ACTDecoder):
+    """ACT's decoder, with the memory's tokens beside the encoder's, or with a residual in them."""
+
+    recall: tuple[Callable[[], Readout], nn.Module]  # not a submodule of the decoder: stock names stay stock
+
+    def forward(
+        self,
+        x: Tensor,
+        encoder_out: Tensor,  # (S, B, C)
+        decoder_pos_embed: Tensor | None = None,
+        encoder_pos_embed: Tensor | None = None,
+    ) -> Tensor:
+        """As ACT's."""
+        recollect, adapter = self.recall
+        if isinstance(adapter, ResidualAdapter):
+            encoder_out = adapter(encoder_out.transpose(0, 1), recollect()).transpose(0, 1)
+        else:
+            tokens = adapter(recollect()).transpose(0, 1).to(encoder_out)
+            encoder_out = torch.cat([encoder_out, tokens])
+            if encoder_pos_embed is not None:
+                blank = encoder_pos_embed.new_zeros(len(tokens), *encoder_pos_embed.shape[1:])
+                encoder_pos_embed = torch.cat([encoder_pos_embed, blank])
+        return super().forward(x, encoder_out, decoder_pos_embed, encoder_pos_embed)
+
+
+class TraceActPolicy(Remembering, ACTPolicy):
+    """LeRobot's ACT with a memory."""
+
+    config_class = TraceActConfig
+    name = "trace_act"
+
+    def __init__(self, config: TraceActConfig, dataset_meta: Any = None, **kwargs: Any):
+        super().__init__(config, **kwargs)
+        self._begin_memory(
+            self.model.encoder_img_feat_input_proj.in_channels if config.image_features else 0, dataset_meta
+        )
+        if self.recall is None:
+            return
+        kind = RegressionAdapter if config.memory.attach == "tokens" else ResidualAdapter
+        self.recall.adapter = kind(self.recall.width, config.dim_model)
+        self.model.backbone.register_forward_hook(self._see)
+        self.model.decoder.__class__ = RecallingDecoder  # the same weights under the same names
+        self.model.decoder.__dict__["recall"] = (self.recollect, self.recall.adapter)
+
+    def _encode(self, pictures: list[Tensor]) -> list[Tensor]:
+        return [self.model.backbone(each)["feature_map"] for each in pictures]
+
+    def _stock(self, batch: Batch) -> Batch:
+        return {key: x[:, -1] if key.startswith("observation.") and x.ndim > 1 else x for key, x in batch.items()}
+
+    def _ensemble(self, batch: Batch, fresh: Tensor) -> Tensor:
+        if fresh.any() and not fresh.all():
+            raise ValueError("temporal_ensemble_coeff: rows that begin at different times cannot share an ensemble")
+        if fresh.any():
+            self.temporal_ensembler.reset()
+        return self.temporal_ensembler.update(self._predict(batch))
+
+
+class RecallingDiffusion(DiffusionModel):
+    """Diffusion Policy's model, with what the memory says added to its condition."""
+
+    recall: tuple[Callable[[], Readout], nn.Module]
+
+    def _prepare_global_conditioning(self, batch: Batch) -> Tensor:
+        recollect, adapter = self.recall
+        condition = super()._prepare_global_conditioning(batch)
+        return condition + adapter(recollect()).to(condition)
+
+
+class TraceDiffusionPolicy(Remembering, DiffusionPolicy):
+    """LeRobot's Diffusion Policy with a memory."""
+
+    config_class = TraceDiffusionConfig
+    name = "trace_diffusion"
+    _queues: dict[str, Any]
+
+    def __init__(self, config: TraceDiffusionConfig, dataset_meta: Any = None, **kwargs: Any):
+        super().__init__(config, **kwargs)
+        self._begin_memory(self._vision, dataset_meta)
+        if self.recall is None:
+            return
+        width = self.diffusion.unet.down_modules[0][0].cond_encoder[1].in_features - config.diffusion_step_embed_dim
+        self.recall.adapter = DiffusionAdapter(self.recall.width, self.recall.width, width)
+        for encoder in self._encoders:
+            encoder.backbone.register_forward_hook(self._see)
+        self.diffusion.__class__ = RecallingDiffusion
+        self.diffusion.__dict__["recall"] = (self.recollect, self.recall.adapter)
+
+    @property
+    def _encoders(self) -> list[Any]:
+        if not self.config.image_features:
+            return []
+        encoder = self.diffusion.rgb_encoder
+        return list(encoder) if isinstance(encoder, nn.ModuleList) else [encoder]
+
+    @property
+    def _vision(self) -> int:
+        return self._encoders[0].pool.nets.in_channels if self._encoders and self._encoders[0].pool.nets else 512
+
+    def _current(self, maps: list[Tensor]) -> list[Tensor]:
+        """One map of (b s n) pictures, or one a camera of (b s): the last of s."""
+        cameras, steps = len(self.config.image_features), self.config.n_obs_steps
+        if len(maps) == cameras and cameras > 1:
+            return [each.unflatten(0, (-1, steps))[:, -1] for each in maps]
+        return list(maps[0].unflatten(0, (-1, steps, cameras))[:, -1].unbind(1))
+
+    def _encode(self, pictures: list[Tensor]) -> list[Tensor]:
+        """Through the stock encoder, crop included; the hook hands over its feature maps."""
+        encoders = self._encoders
+        found: list[Tensor] = []
+        for camera, each in enumerate(pictures):
+            with self._recalling(lambda now: None):  # type: ignore[arg-type,return-value]
+                encoders[camera % len(encoders)](each)
+                found.append(self._seen[0])
+        return found
+
+    def _stock(self, batch: Batch) -> Batch:
+        steps, budget = self.config.n_obs_steps, self.config.memory.budget
+        keep = [*range(steps - 1), steps + budget - 2]
+        return {key: x[:, keep] if key.startswith("observation.") and x.ndim > 1 else x for key, x in batch.items()}
+
+    def _arrive(self, batch: Batch, fresh: Tensor) -> Batch:
+        batch = dict(batch)
+        batch.pop("action", None)
+        batch[OBS_IMAGES] = torch.stack([batch[key] for key in self.config.image_features], dim=-4)
+        self._queues = populate_queues(self._queues, batch)
+        for key in (OBS_STATE, OBS_IMAGES):
+            queue = self._queues[key]
+            for place, old in enumerate(queue):
+                mask = fresh.view(-1, *[1] * (old.ndim - 1))
+                queue[place] = torch.where(mask, batch[key], old)
+        return batch

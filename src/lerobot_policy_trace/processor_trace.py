@@ -1,0 +1,51 @@
+"""The stock pipelines with one step more: the robot's state as it was measured is kept beside the normalised one, because
+a memory has statistics of its own and a key must mean the same in every policy.
+"""
+
+from typing import Any
+
+import torch
+from lerobot.configs import PipelineFeatureType, PolicyFeature
+from lerobot.policies.act.processor_act import make_act_pre_post_processors
+from lerobot.policies.diffusion.processor_diffusion import make_diffusion_pre_post_processors
+from lerobot.processor import NormalizerProcessorStep, ObservationProcessorStep, ProcessorStepRegistry
+from lerobot.utils.constants import OBS_STATE
+
+from lerobot_policy_trace.configuration_trace import TraceActConfig, TraceDiffusionConfig
+
+RAW_STATE = "observation.raw_state"
+Stats = dict[str, dict[str, torch.Tensor]] | None
+
+
+@ProcessorStepRegistry.register(name="trace_keep_raw_state")
+class KeepRawState(ObservationProcessorStep):
+    """Copies the state before it is normalised."""
+
+    def observation(self, observation: dict[str, Any]) -> dict[str, Any]:
+        """The observation with the copy."""
+        return observation | ({RAW_STATE: observation[OBS_STATE].clone()} if OBS_STATE in observation else {})
+
+    def transform_features(
+        self, features: dict[PipelineFeatureType, dict[str, PolicyFeature]]
+    ) -> dict[PipelineFeatureType, dict[str, PolicyFeature]]:
+        """The copy is no feature of a policy."""
+        return features
+
+
+def _with_raw_state(pipelines: tuple[Any, Any]) -> tuple[Any, Any]:
+    before, after = pipelines
+    place = next(i for i, step in enumerate(before.steps) if isinstance(step, NormalizerProcessorStep))
+    before.steps = [*before.steps[:place], KeepRawState(), *before.steps[place:]]
+    return before, after
+
+
+def make_trace_act_pre_post_processors(config: TraceActConfig, dataset_stats: Stats = None) -> tuple[Any, Any]:
+    """ACT's pipelines and the raw state."""
+    return _with_raw_state(make_act_pre_post_processors(config, dataset_stats))
+
+
+def make_trace_diffusion_pre_post_processors(
+    config: TraceDiffusionConfig, dataset_stats: Stats = None
+) -> tuple[Any, Any]:
+    """Diffusion Policy's pipelines and the raw state."""
+    return _with_raw_state(make_diffusion_pre_post_processors(config, dataset_stats))

@@ -1,0 +1,283 @@
+"""The policies: stock where nothing is asked for, the same memory in training and deployment, rows independent."""
+
+import inspect
+from dataclasses import replace
+
+import pytest
+import torch
+from lerobot.configs import FeatureType, PolicyFeature
+from lerobot.datasets.factory import resolve_delta_timestamps
+from lerobot.datasets.lerobot_dataset import LeRobotDataset, LeRobotDatasetMetadata
+from lerobot.policies.act.configuration_act import ACTConfig
+from lerobot.policies.act.modeling_act import ACTDecoder, ACTPolicy
+from lerobot.policies.diffusion.configuration_diffusion import DiffusionConfig
+from lerobot.policies.diffusion.modeling_diffusion import DiffusionModel, DiffusionPolicy
+from lerobot.policies.factory import make_policy, make_pre_post_processors
+
+from lerobot_policy_trace import MemoryOptions, TraceActConfig, TraceDiffusionConfig
+from lerobot_policy_trace.modeling_trace import TraceActPolicy, TraceDiffusionPolicy
+from lerobot_policy_trace.paths import DatasetError, Paths
+from trace_memory.config import MEMORIES
+
+CAMERAS = [f"observation.images.{name}" for name in ("overhead", "left_wrist", "right_wrist")]
+SMALL = {
+    "act": {
+        "dim_model": 64, "n_heads": 4, "dim_feedforward": 64, "n_encoder_layers": 1, "n_vae_encoder_layers": 1,
+        "chunk_size": 12, "n_action_steps": 4,
+    },
+    "diffusion": {
+        "horizon": 16, "n_action_steps": 4, "down_dims": (32, 64), "crop_shape": (60, 60), "num_inference_steps": 2,
+        "noise_scheduler_type": "DDIM",
+    },
+}  # fmt: skip
+SMALL["diffusion, one encoder"] = SMALL["diffusion"] | {"use_separate_rgb_encoder_per_camera": False}
+STOCK = {"act": (ACTConfig, ACTPolicy), "diffusion": (DiffusionConfig, DiffusionPolicy)}
+OURS = {"act": (TraceActConfig, TraceActPolicy), "diffusion": (TraceDiffusionConfig, TraceDiffusionPolicy)}
+for _table in (STOCK, OURS):
+    _table["diffusion, one encoder"] = _table["diffusion"]
+BOTH = pytest.mark.parametrize("kind", ["act", "diffusion", "diffusion, one encoder"])
+WHOLE = MemoryOptions(preset="tiny", depth=2, budget=16, stride=1)  # sees every frame of the first sixteen
+
+
+def features(size: int) -> dict:
+    pictures = {camera: PolicyFeature(FeatureType.VISUAL, (3, size, size)) for camera in CAMERAS}
+    return {
+        "input_features": {"observation.state": PolicyFeature(FeatureType.STATE, (17,)), **pictures},
+        "output_features": {"action": PolicyFeature(FeatureType.ACTION, (17,))},
+        "device": "cpu",
+        "pretrained_backbone_weights": None,
+    }
+
+
+def ours(kind: str, dataset, memory: MemoryOptions = WHOLE, dtype=torch.float32):
+    meta = LeRobotDatasetMetadata("trace_bench/cable", root=dataset)
+    config = OURS[kind][0](memory=memory, **features(64), **SMALL[kind])
+    torch.manual_seed(0)
+    policy = make_policy(config, ds_meta=meta).to(dtype)
+    # The stock policies make ACT's latent and Diffusion's clock in float32, whatever the model is.
+    stubborn = (
+        policy.model.encoder_latent_input_proj if kind == "act" else policy.diffusion.unet.diffusion_step_encoder[1]
+    )
+    stubborn.register_forward_pre_hook(lambda _, inputs: (inputs[0].to(dtype),))
+    if hasattr(policy.recall, "adapter"):  # as after some training: what starts at zero does so no more
+        for p in policy.recall.adapter.parameters():
+            torch.nn.init.normal_(p, std=0.05)
+    return policy.eval(), make_pre_post_processors(config, dataset_stats=meta.stats)[0], meta
+
+
+def cast(batch: dict, dtype: torch.dtype) -> dict:
+    return {k: x.to(dtype) if isinstance(x, torch.Tensor) and x.is_floating_point() else x for k, x in batch.items()}
+
+
+def frames(dataset, prepare, dtype, count: int, start: int = 0) -> list[dict]:
+    """Observations of an episode, one a control step, as a robot loop would hand them over."""
+    data = LeRobotDataset("trace_bench/cable", root=dataset)
+    wanted = ("observation.state", *CAMERAS)
+    return [cast(prepare({k: data[start + t][k] for k in wanted}), dtype) for t in range(count)]
+
+
+def batch_at(dataset, policy, prepare, meta, indices: list[int], dtype) -> dict:
+    """A training batch of the stock loader."""
+    data = LeRobotDataset(meta.repo_id, root=dataset, delta_timestamps=resolve_delta_timestamps(policy.config, meta))
+    return cast(prepare(torch.utils.data.default_collate([data[i] for i in indices])), dtype)
+
+
+@BOTH
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-10), (torch.float32, 1e-5)])
+def test_memory_online_is_the_training_scan(kind, dtype, tolerance, dataset):
+    """After eleven steps, also while queued actions are executed, the memory holds what training at that frame sees."""
+    policy, prepare, meta = ours(kind, dataset, dtype=dtype)
+    for observation in frames(dataset, prepare, dtype, 11):
+        policy.select_action(observation)
+    seen = []
+    scan = policy._scan
+    policy._scan = lambda batch, now: seen.append(scan(batch, now)) or seen[-1]
+    with torch.no_grad():
+        policy(batch_at(dataset, policy, prepare, meta, [10], dtype))
+    assert policy._state.steps.tolist() == [11]
+    torch.testing.assert_close(policy._state.cells["slots"], seen[0].slots, rtol=tolerance, atol=tolerance)
+    assert policy._state.cells["slots"].abs().max() > 0
+
+
+@BOTH
+def test_watching_acting_and_predicting_remember_the_same(kind, dataset):
+    policy, prepare, _ = ours(kind, dataset)
+    states = []
+    for way in (policy.select_action, policy.observe, policy.predict_action_chunk):
+        policy.reset()
+        for observation in frames(dataset, prepare, torch.float32, 6):
+            way(observation)
+        states.append(policy._state)
+    for other in states[1:]:
+        torch.testing.assert_close(other.cells, states[0].cells)
+
+
+@BOTH
+def test_rows_that_end_at_different_times(kind, dataset):
+    """Two rows, of which one begins anew after seven steps, act as two robots would."""
+    policy, prepare, _ = ours(kind, dataset, dtype=torch.float64)
+    first, second = (frames(dataset, prepare, torch.float64, 14, start) for start in (0, 60))
+    noise = torch.randn(1, 16, 17, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+
+    def act(rows: list[dict], steps: list[int]) -> torch.Tensor:
+        batch = {k: torch.cat([row[k] for row in rows]) for k in rows[0] if k.startswith("observation.")}
+        batch["observation.episode_step"] = torch.tensor(steps)[:, None].float()
+        return policy.select_action(batch, **({"noise": noise.expand(len(rows), -1, -1)} if kind != "act" else {}))
+
+    policy.reset()
+    together = [act([first[t], second[t if t < 7 else t - 7]], [t, t if t < 7 else t - 7]) for t in range(14)]
+    for row, order in ((0, list(range(14))), (1, [*range(7), *range(7)])):
+        alone = []
+        for t, frame in enumerate(order):
+            if frame == 0:
+                policy.reset()
+            alone.append(act([(first, second)[row][frame]], [frame]))
+            assert t < 14
+        torch.testing.assert_close(torch.cat(alone), torch.stack([x[row] for x in together]), rtol=1e-9, atol=1e-9)
+
+
+@BOTH
+def test_attached_to_a_trained_policy_nothing_changes(kind, dataset):
+    """Loss and sixty actions are bit-equal to the stock policy's; then it trains."""
+    meta = LeRobotDatasetMetadata("trace_bench/cable", root=dataset)
+    torch.manual_seed(3)
+    stock = STOCK[kind][1](STOCK[kind][0](**features(64), **SMALL[kind])).eval()
+    config = OURS[kind][0](memory=replace(WHOLE, attach="residual"), **features(64), **SMALL[kind])
+    policy = OURS[kind][1](config, dataset_meta=meta).eval()
+    missing, unexpected = policy.load_state_dict(stock.state_dict(), strict=False)
+    assert not unexpected
+    assert all(name.startswith("recall.") for name in missing)
+    prepare = make_pre_post_processors(config, dataset_stats=meta.stats)[0]
+    batch = batch_at(dataset, policy, prepare, meta, [5, 70], torch.float32)
+    losses = []
+    for each, given in ((stock, policy._stock(batch)), (policy, batch)):
+        torch.manual_seed(5)
+        with torch.no_grad():
+            losses.append(each(given)[0])
+    assert torch.equal(*losses)
+    torch.manual_seed(7)
+    observations = frames(dataset, prepare, torch.float32, 60)
+    actions = []
+    for each in (stock, policy):
+        each.reset()
+        torch.manual_seed(9)
+        actions.append(torch.cat([each.select_action(dict(observation)) for observation in observations]))
+    assert torch.equal(*actions)
+    policy.train()
+    policy(batch)[0].backward()
+    assert any(p.grad is not None and p.grad.abs().sum() > 0 for p in policy.recall.adapter.parameters())
+
+
+@BOTH
+def test_without_a_memory_it_is_the_stock_policy(kind, dataset):
+    stock = STOCK[kind][1](STOCK[kind][0](**features(64), **SMALL[kind]))
+    config = OURS[kind][0](memory=MemoryOptions(name="none"), **features(64), **SMALL[kind])
+    policy = OURS[kind][1](config)
+    assert [n for n, _ in policy.named_parameters()] == [n for n, _ in stock.named_parameters()]
+    assert config.observation_delta_indices == stock.config.observation_delta_indices
+
+
+@pytest.mark.parametrize("name", [name for name in MEMORIES if name != "none"])
+def test_every_memory_trains_and_acts(name, dataset):
+    policy, prepare, meta = ours("act", dataset, replace(WHOLE, name=name, budget=5, stride=3))
+    policy.train()
+    loss, logs = policy(batch_at(dataset, policy, prepare, meta, [0, 40, 150], torch.float32))
+    loss.backward()
+    assert torch.isfinite(loss)
+    assert "l1_loss" in logs
+    policy.reset()
+    for observation in frames(dataset, prepare, torch.float32, 5):
+        assert torch.isfinite(policy.select_action(observation)).all()
+
+
+@pytest.mark.parametrize(("kind", "count"), [("act", 51_619_729), ("diffusion", 270_962_993)])
+def test_stock_parameters_keep_names_and_numbers(kind, count):
+    """With the paper's shapes: chunks of 100 for ACT, horizon 104 and one encoder for all cameras for Diffusion."""
+    diffusion = {
+        "horizon": 104,
+        "n_action_steps": 100,
+        "crop_shape": None,
+        "use_separate_rgb_encoder_per_camera": False,
+    }
+    more = {"chunk_size": 100} if kind == "act" else diffusion
+    with torch.device("meta"):
+        policy = OURS[kind][1](OURS[kind][0](**features(96), **more))
+        stock = STOCK[kind][1](STOCK[kind][0](**features(96), **more))
+    mine = {n: p.shape for n, p in policy.named_parameters() if not n.startswith("recall.")}
+    assert mine == {n: p.shape for n, p in stock.named_parameters()}
+    assert sum(shape.numel() for shape in mine.values()) == count
+
+
+@BOTH
+def test_memory_and_adapter_have_rates_of_their_own(kind, dataset):
+    policy, *_ = ours(kind, dataset, replace(WHOLE, lr=3e-4, adapter_lr=5e-4))
+    groups = policy.get_optim_params()
+    assert [group.get("lr") for group in groups[-2:]] == [3e-4, 5e-4]
+    numbers = [id(p) for group in groups for p in group["params"]]
+    assert len(numbers) == len(set(numbers)) == len(list(policy.parameters()))
+
+
+def test_a_wrong_observation_changes_nothing(dataset):
+    policy, prepare, _ = ours("act", dataset)
+    good = frames(dataset, prepare, torch.float32, 3)
+    policy.select_action(good[0])
+    before = policy._state
+    bad = dict(good[1]) | {"observation.raw_state": torch.full((1, 17), torch.nan)}
+    with pytest.raises(ValueError, match="has a NaN"):
+        policy.select_action(bad)
+    torch.testing.assert_close(policy._state, before)
+    with pytest.raises(ValueError, match=r"observation\.raw_state is missing: the policy's own preprocessor"):
+        policy.select_action({k: v for k, v in good[1].items() if k != "observation.raw_state"})
+    policy.select_action(good[1])
+    assert policy._state.steps.tolist() == [2]
+
+
+def test_paths_are_those_of_the_dataset(dataset):
+    meta = LeRobotDatasetMetadata("trace_bench/cable", root=dataset)
+    paths, data = Paths.of(meta), LeRobotDataset("trace_bench/cable", root=dataset)
+    lengths = [len(path) for path in paths.episodes()]
+    assert sum(lengths) == len(data)
+    path, t = paths.look_up(torch.tensor([3, lengths[0] + 5]))
+    assert t.tolist() == [3, 5]
+    torch.testing.assert_close(path[1], torch.stack([data[lengths[0] + k]["observation.state"] for k in range(6)]))
+    torch.testing.assert_close(path[0, 4], path[0, 3])
+
+
+def test_a_dataset_without_states_is_named(dataset):
+    meta = LeRobotDatasetMetadata("trace_bench/cable", root=dataset)
+    meta.info.features.pop("observation.state")
+    with pytest.raises(DatasetError, match=r"has no feature 'observation\.state'"):
+        Paths.of(meta)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"name": "tracce"}, "did you mean 'trace'"),
+        ({"preset": "huge"}, "memory.preset: got 'huge'"),
+        ({"attach": "glue"}, "memory.attach: got 'glue', expected one of tokens, residual"),
+        ({"budget": 1}, "memory.budget"),
+        ({"slots": 0}, "memory slots: 0, expected a positive number"),
+    ],
+)
+def test_bad_options_are_named(options, message):
+    with pytest.raises(ValueError, match=message):
+        MemoryOptions(**options)
+
+
+SEAMS = {
+    ACTDecoder.forward: ["self", "x", "encoder_out", "decoder_pos_embed", "encoder_pos_embed"],
+    ACTPolicy.predict_action_chunk: ["self", "batch"],
+    ACTPolicy.forward: ["self", "batch"],
+    DiffusionModel._prepare_global_conditioning: ["self", "batch"],
+    DiffusionPolicy.predict_action_chunk: ["self", "batch", "noise"],
+    DiffusionPolicy.forward: ["self", "batch"],
+}
+
+
+@pytest.mark.parametrize("function", SEAMS, ids=lambda function: function.__qualname__)
+def test_lerobot_is_as_we_know_it(function):
+    assert list(inspect.signature(function).parameters) == SEAMS[function], (
+        f"LeRobot changed {function.__qualname__}: read its new form, adapt lerobot_policy_trace/modeling_trace.py, "
+        "then this table; until then pin the older LeRobot"
+    )
