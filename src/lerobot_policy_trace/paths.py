@@ -2,6 +2,7 @@
 its past; the signatures need all of it, and it is small: one row of numbers a frame, read once from the parquet files.
 """
 
+import hashlib
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,14 @@ class DatasetError(ValueError):
 class Paths:
     """Raw states of all frames, and where episodes begin."""
 
-    def __init__(self, states: Tensor, starts: Tensor, ends: Tensor):
+    def __init__(self, states: Tensor, starts: Tensor, ends: Tensor, root: Path | None = None):
         self.states, self.starts, self.ends = states, starts, ends  # (N, d), (E,), (E,)
+        self.root = root
+
+    def keep(self, what: str) -> Path | None:
+        """Where something computed from exactly these states may be kept, if anywhere."""
+        digest = hashlib.sha256(self.states.numpy().tobytes() + self.starts.numpy().tobytes()).hexdigest()[:16]
+        return None if self.root is None else self.root / "meta" / "trace_memory" / f"{what}-{digest}.safetensors"
 
     @classmethod
     def of(cls, meta: Any) -> "Paths":
@@ -43,7 +50,7 @@ class Paths:
                 f"{meta.repo_id}: {OBS_STATE} of frame {frame} (episode {int(episode[frame])}) is not finite"
             )
         starts = torch.cat([torch.zeros(1, dtype=torch.int64), (episode.diff() != 0).nonzero()[:, 0] + 1])
-        return cls(states, starts, torch.cat([starts[1:], torch.tensor([len(states)])]))
+        return cls(states, starts, torch.cat([starts[1:], torch.tensor([len(states)])]), Path(meta.root))
 
     def episodes(self) -> list[Tensor]:
         """The path of each episode."""

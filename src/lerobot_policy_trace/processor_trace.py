@@ -32,7 +32,8 @@ class KeepRawState(ObservationProcessorStep):
         return features
 
 
-def _with_raw_state(pipelines: tuple[Any, Any]) -> tuple[Any, Any]:
+def with_raw_state(pipelines: tuple[Any, Any]) -> tuple[Any, Any]:
+    """A policy's pipelines with that step in front of the normaliser."""
     before, after = pipelines
     place = next(i for i, step in enumerate(before.steps) if isinstance(step, NormalizerProcessorStep))
     before.steps = [*before.steps[:place], KeepRawState(), *before.steps[place:]]
@@ -41,11 +42,11 @@ def _with_raw_state(pipelines: tuple[Any, Any]) -> tuple[Any, Any]:
 
 def make_trace_act_pre_post_processors(config: TraceActConfig, dataset_stats: Stats = None) -> tuple[Any, Any]:
     """ACT's pipelines and the raw state."""
-    return _with_raw_state(make_act_pre_post_processors(config, dataset_stats))
+    return with_raw_state(make_act_pre_post_processors(config, dataset_stats))
 
 
 def make_trace_diffusion_pre_post_processors(
     config: TraceDiffusionConfig, dataset_stats: Stats = None
 ) -> tuple[Any, Any]:
     """Diffusion Policy's pipelines and the raw state."""
-    return _with_raw_state(make_diffusion_pre_post_processors(config, dataset_stats))
+    return with_raw_state(make_diffusion_pre_post_processors(config, dataset_stats))

@@ -2,12 +2,15 @@
 deployment (`Remembering`). Which policy it is does not matter here.
 """
 
+import contextlib
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 from lerobot.utils.constants import OBS_STATE
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from lerobot_policy_trace.configuration_trace import MemoryOptions
@@ -24,6 +27,7 @@ if TYPE_CHECKING:
 else:
     PreTrainedPolicy = object  # mixed in before a stock policy, which is one
 
+IDLE = 50  # steps after which a memory should hold something
 EPISODE_STEP = "observation.episode_step"
 Batch = dict[str, Any]
 
@@ -56,18 +60,48 @@ class Recall(nn.Module):
         self.content = Content(vision, channels, config.width)
         self.memory = build(config)
         self.adapter: nn.Module = nn.Identity()
+        self.register_buffer("frames", torch.zeros((), dtype=torch.int64))  # states the statistics are of; 0: none yet
         self.width, self.weights = config.width, config.auxiliary_weights
+
+    frames: Tensor
 
     @torch.no_grad()
     def fit(self, paths: Paths) -> None:
-        """Statistics of the training states; they travel in the checkpoint."""
+        """Statistics of the training states; they travel in the checkpoint. Those of signatures are kept beside the dataset,
+        because they take a while where there are many frames.
+        """
+        self.frames.fill_(len(paths.states))
         moments = Moments(paths.states.shape[1])
         moments.add(paths.states)
         self.content.mean.copy_(moments.mean)
         self.content.std.copy_(torch.where(moments.std > 1e-6, moments.std, 1.0))
         normaliser = getattr(self.memory, "normaliser", None)
         if isinstance(normaliser, Normaliser):
-            normaliser.fit(paths.episodes(), self.memory.signature)  # type: ignore[arg-type]
+            signature: Any = self.memory.signature
+            kept = paths.keep(f"{type(signature).__name__}-{signature.depth}-{signature.fade}")
+            if kept is not None and kept.exists():
+                normaliser.load_state_dict(load_file(kept))
+                return
+            normaliser.fit(paths.episodes(), signature)
+            if kept is not None:
+                with contextlib.suppress(OSError):  # a dataset that cannot be written to is no reason to stop
+                    kept.parent.mkdir(exist_ok=True)
+                    save_file(normaliser.state_dict(), kept.with_suffix(".tmp"))
+                    kept.with_suffix(".tmp").replace(kept)
+
+    def check(self, paths: Paths) -> None:
+        """Warns if these statistics are of other data: keys and contents would then mean something else."""
+        states = paths.states.to(self.content.mean)
+        moving = states.std(0) > 1e-6
+        shift = ((states.mean(0) - self.content.mean).abs() / self.content.std)[moving]
+        scale = (states.std(0) / self.content.std)[moving]
+        if len(shift) and (shift.max() > 1.0 or scale.max() > 3.0 or scale.min() < 1 / 3):
+            warnings.warn(
+                f"the memory's statistics are not of this dataset: one state channel is off by {float(shift.max()):.1f} "
+                f"standard deviations, spreads differ by factors of {float(scale.min()):.2f} to {float(scale.max()):.2f}. "
+                "Train from a checkpoint of the same robot, or from scratch",
+                stacklevel=2,
+            )
 
 
 class Remembering(PreTrainedPolicy):
@@ -91,7 +125,7 @@ class Remembering(PreTrainedPolicy):
         self.recall = Recall(options, state.shape[0], vision)
         if dataset_meta is not None:
             self.paths = Paths.of(dataset_meta)
-            self.recall.fit(self.paths)
+        self._tested = self._idle = False
 
     # -- what the stock forward asks for -------------------------------------------------------------------------------
 
@@ -126,6 +160,17 @@ class Remembering(PreTrainedPolicy):
         """Feature maps of pictures, one tensor a camera."""
         raise NotImplementedError
 
+    def _test_once(self) -> None:
+        """Before the first batch: statistics are there and fit the data."""
+        assert self.recall is not None
+        assert self.paths is not None
+        if not self._tested:
+            if self.recall.frames == 0:
+                self.recall.fit(self.paths)
+            else:
+                self.recall.check(self.paths)
+            self._tested = True
+
     # -- training ------------------------------------------------------------------------------------------------------
 
     def _scan(self, batch: Batch, now: list[Tensor]) -> Readout:
@@ -133,13 +178,18 @@ class Remembering(PreTrainedPolicy):
         assert self.recall is not None
         if self.paths is None:
             raise DatasetError("this policy was made without a dataset and cannot be trained: pass dataset_meta")
+        self._test_once()
         options, memory, device = self.config.memory, self.recall.memory, now[0].device
         path, t = self.paths.look_up(batch["index"])
         path, t = path.to(self.recall.content.mean), t.to(device)
         at, valid = history_indices(t, options.budget, options.stride)
         states = path.gather(1, at[..., None].expand(-1, -1, path.shape[-1]))
-        if not torch.equal(states[:, -1], batch[RAW_STATE][:, -1].to(states)):
-            raise DatasetError(f"{OBS_STATE} of a batch is not that of the dataset this policy was made with")
+        given = batch[RAW_STATE][:, -options.budget :].to(states)
+        if not torch.equal(torch.where(valid[..., None], states, 0), torch.where(valid[..., None], given, 0)):
+            raise DatasetError(
+                f"the history of {OBS_STATE} in a batch is not that of the dataset this policy was made with. "
+                "Streaming datasets do not give a frame's true past and cannot be used (--dataset.streaming=false)"
+            )
         past = valid[:, :-1]
         pictures = [batch[key][:, -options.budget : -1][past] for key in self.config.image_features]
         contents = states.new_zeros(*at.shape, memory.content)
@@ -154,6 +204,11 @@ class Remembering(PreTrainedPolicy):
         """The stock loss with the memory's readout in it, and the memory's own losses by name."""
         if self.recall is None:
             return super().forward(batch, *args, **kwargs)
+        if missing := [key for key in self.config.image_features if key not in batch]:
+            found = [key for key in batch if key.startswith("observation.images.")]
+            raise DatasetError(
+                f"{', '.join(missing)}: not in the batch, whose cameras are {', '.join(found) or 'none'}"
+            )
         with self._recalling(lambda now: self._scan(batch, now)):
             loss, logs = super().forward(self._stock(batch), *args, **kwargs)
         named = {f"memory_{name}": value.item() for name, value in self._auxiliary.items()}
@@ -188,12 +243,16 @@ class Remembering(PreTrainedPolicy):
         self._state: MemoryState | None = None
         self._next: MemoryState | None = None
         self._clock: Tensor | None = None
+        self._missed = False
         self._chunk: Tensor | None = None
         self._position: Tensor | None = None
 
     def _start_rows(self, batch: Batch) -> Tensor:
         """Begins memories where there are none, and anew where `episode_step` says so. Returns those rows."""
         assert self.recall is not None
+        if self.recall.frames == 0 and not self._tested:
+            warnings.warn("the memory has no statistics yet: this policy was not trained", stacklevel=3)
+            self._tested = True
         if RAW_STATE not in batch:
             raise ValueError(f"{RAW_STATE} is missing: the policy's own preprocessor must run before it")
         rows, device = len(batch[RAW_STATE]), batch[RAW_STATE].device
@@ -204,6 +263,13 @@ class Remembering(PreTrainedPolicy):
             fresh = torch.zeros(rows, dtype=torch.bool, device=device)
         else:
             fresh = clock <= self._clock
+            if not self._missed and bool((~fresh & (clock > self._clock + 1)).any()):
+                self._missed = True
+                warnings.warn(
+                    f"the memory missed observations: episode_step went from {self._clock.tolist()} to {clock.tolist()}. "
+                    "Call observe() for those for which no action is wanted",
+                    stacklevel=3,
+                )
             self._state = self.recall.memory.reset(self._state, fresh)
         self._clock = clock
         return fresh
@@ -224,13 +290,22 @@ class Remembering(PreTrainedPolicy):
 
     def _watch(self, batch: Batch) -> None:
         self._step(batch, self._encode([batch[key] for key in self.config.image_features]))
+        self._keep()
+
+    def _keep(self) -> None:
+        """The step is done. A memory that nothing is ever written to is reported, once."""
         self._state = self._next
+        assert self._state is not None
+        slots = self._state.cells.get("slots")
+        if slots is not None and not self._idle and bool((self._state.steps == IDLE).any()) and not bool(slots.any()):
+            self._idle = True
+            warnings.warn(f"nothing was written to the memory in {IDLE} steps: all gates are closed", stacklevel=4)
 
     def _predict(self, batch: Batch, **kwargs: Any) -> Tensor:
         """A chunk for every row; the memory steps inside, and keeps the step only if all went well."""
         with self._recalling(lambda now: self._step(batch, now)):
             actions: Tensor = super().predict_action_chunk(batch, **kwargs)
-        self._state = self._next
+        self._keep()
         return actions
 
     @torch.no_grad()
@@ -238,6 +313,11 @@ class Remembering(PreTrainedPolicy):
         """Actions from here on. Counts as one observation."""
         if self.recall is None:
             return super().predict_action_chunk(batch, **kwargs)
+        if refused := {"inference_delay", "prev_chunk_left_over"} & set(kwargs):
+            raise ValueError(
+                f"{', '.join(sorted(refused))}: real-time chunking shows the policy only some observations, and a "
+                "memory needs all of them: use --inference.type=sync"
+            )
         self.eval()
         return self._predict(self._arrive(batch, self._start_rows(batch)), **kwargs)
 

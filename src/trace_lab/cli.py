@@ -22,6 +22,7 @@ COMMANDS: dict[str, Command] = {
     "probe-task": Command(
         "trace_lab.probe_task:probe_task", "check that a task of the suite hides its cue at the branch"
     ),
+    "attach": Command("trace_lab.attach:attach", "add a memory to a trained stock ACT or Diffusion Policy"),
     "gallery": Command("trace_lab.gallery:gallery", "draw a picture of each task of the suite"),
     "demo": Command("trace_lab.demo:demo", "a model with memory answers where one without guesses (`make demo`)"),
 }

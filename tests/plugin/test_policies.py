@@ -1,8 +1,14 @@
 """The policies: stock where nothing is asked for, the same memory in training and deployment, rows independent."""
 
 import inspect
+import runpy
+import shutil
+import warnings
 from dataclasses import replace
+from pathlib import Path
 
+import lerobot
+import pyarrow.parquet
 import pytest
 import torch
 from lerobot.configs import FeatureType, PolicyFeature
@@ -13,6 +19,7 @@ from lerobot.policies.act.modeling_act import ACTDecoder, ACTPolicy
 from lerobot.policies.diffusion.configuration_diffusion import DiffusionConfig
 from lerobot.policies.diffusion.modeling_diffusion import DiffusionModel, DiffusionPolicy
 from lerobot.policies.factory import make_policy, make_pre_post_processors
+from lerobot.rollout.inference.rtc import supports_rtc_inference
 
 from lerobot_policy_trace import MemoryOptions, TraceActConfig, TraceDiffusionConfig
 from lerobot_policy_trace.modeling_trace import TraceActPolicy, TraceDiffusionPolicy
@@ -230,6 +237,109 @@ def test_a_wrong_observation_changes_nothing(dataset):
         policy.select_action({k: v for k, v in good[1].items() if k != "observation.raw_state"})
     policy.select_action(good[1])
     assert policy._state.steps.tolist() == [2]
+
+
+@BOTH
+def test_every_frame_is_encoded_once(kind, dataset):
+    """In training the history and the current frame, in deployment the current one, whether an action is due or queued."""
+    policy, prepare, meta = ours(kind, dataset, replace(WHOLE, budget=4, stride=2))
+    counts: list[int] = []
+    backbones = [policy.model.backbone] if kind == "act" else [encoder.backbone for encoder in policy._encoders]
+    for backbone in backbones:
+        backbone.register_forward_hook(lambda _, inputs, output: counts.append(len(inputs[0])))
+    with torch.no_grad():
+        policy(batch_at(dataset, policy, prepare, meta, [0, 3, 30], torch.float32))
+    history = 3 * (0 + 2 + 3)  # cameras times earlier frames: none; the first and frame 1; the first, 26 and 28
+    assert sum(counts) == history + 3 * 3 * (1 if kind == "act" else policy.config.n_obs_steps)
+    policy.reset()
+    for number, observation in enumerate(frames(dataset, prepare, torch.float32, 4)):
+        counts.clear()
+        policy.select_action(observation)
+        due = kind != "act" and number == 0  # Diffusion's own forward looks at n_obs_steps frames
+        assert sum(counts) == 3 * (policy.config.n_obs_steps if due else 1)
+
+
+def test_a_history_that_is_not_the_datasets_is_refused(dataset):
+    """As a streaming dataset would give it."""
+    policy, prepare, meta = ours("act", dataset)
+    batch = batch_at(dataset, policy, prepare, meta, [10], torch.float32)
+    batch["observation.raw_state"][:, 9] += 0.1
+    with pytest.raises(DatasetError, match="Streaming datasets do not give a frame's true past"):
+        policy(batch)
+
+
+def test_missing_cameras_are_named(dataset):
+    policy, prepare, meta = ours("act", dataset)
+    batch = batch_at(dataset, policy, prepare, meta, [10], torch.float32)
+    batch["observation.images.top"] = batch.pop("observation.images.overhead")
+    with pytest.raises(DatasetError, match=r"observation\.images\.overhead: not in the batch, whose cameras are .*top"):
+        policy(batch)
+
+
+def test_ways_that_skip_observations_are_refused(dataset):
+    policy, prepare, _ = ours("act", dataset)
+    assert not supports_rtc_inference(policy)
+    with pytest.raises(ValueError, match="real-time chunking shows the policy only some observations"):
+        policy.predict_action_chunk(frames(dataset, prepare, torch.float32, 1)[0], inference_delay=0)
+    server = runpy.run_path(
+        str(Path(lerobot.__file__).parent / "async_inference/constants.py")
+    )  # itself refuses others
+    assert not {"trace_act", "trace_diffusion"} & set(server["SUPPORTED_POLICIES"])
+
+
+def test_missed_observations_are_reported(dataset):
+    policy, prepare, _ = ours("act", dataset)
+    rows = frames(dataset, prepare, torch.float32, 3)
+    policy.recall.fit(policy.paths)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for step in (0, 1):
+            policy.select_action(rows[step] | {"observation.episode_step": torch.tensor([[float(step)]])})
+    with pytest.warns(UserWarning, match="the memory missed observations"):
+        policy.select_action(rows[2] | {"observation.episode_step": torch.tensor([[7.0]])})
+
+
+def test_a_memory_that_is_never_written_is_reported(dataset, monkeypatch):
+    policy, prepare, _ = ours("act", dataset)
+    policy.recall.fit(policy.paths)
+    monkeypatch.setattr("lerobot_policy_trace.remembering.IDLE", 3)
+    step = policy.recall.memory.step
+
+    def idle(state, content, raw):
+        new, readout = step(state, content, raw)
+        return new._replace(cells=new.cells | {"slots": torch.zeros_like(new.cells["slots"])}), readout
+
+    monkeypatch.setattr(policy.recall.memory, "step", idle)
+    first, second, third = frames(dataset, prepare, torch.float32, 3)
+    policy.observe(first)
+    policy.observe(second)
+    with pytest.warns(UserWarning, match="nothing was written to the memory in 3 steps"):
+        policy.observe(third)
+
+
+def test_statistics_of_other_data_are_reported(dataset):
+    policy, prepare, meta = ours("act", dataset)
+    policy.recall.fit(policy.paths)
+    policy.recall.content.mean += 5.0
+    with pytest.warns(UserWarning, match="the memory's statistics are not of this dataset"):
+        policy(batch_at(dataset, policy, prepare, meta, [10], torch.float32))
+
+
+def test_states_that_are_not_finite_are_named(dataset, tmp_path):
+    copy = shutil.copytree(dataset, tmp_path / "copy")
+    (file,) = (copy / "data").glob("**/*.parquet")
+    table = pyarrow.parquet.read_table(file)
+    states = table["observation.state"].to_pylist()
+    states[7][2] = float("nan")
+    column = table.schema.get_field_index("observation.state")
+    table = table.set_column(column, table.schema.field(column), pyarrow.array(states, table.schema.field(column).type))
+    pyarrow.parquet.write_table(table, file)
+    meta = LeRobotDatasetMetadata("trace_bench/cable", root=copy)
+    with pytest.raises(DatasetError, match=r"observation\.state of frame 7 \(episode 0\) is not finite"):
+        Paths.of(meta)
+    file.unlink()
+    with pytest.raises(DatasetError, match="no parquet file below"):
+        Paths.of(meta)
 
 
 def test_paths_are_those_of_the_dataset(dataset):
