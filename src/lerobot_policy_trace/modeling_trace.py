@@ -2,6 +2,7 @@
 ACT's decoder sees more than the encoder gave, Diffusion's condition has something added. The rest is in `remembering`.
 """
 
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 from lerobot.policies.act.modeling_act import ACTDecoder, ACTPolicy
 from lerobot.policies.diffusion.modeling_diffusion import DiffusionModel, DiffusionPolicy
 from lerobot.policies.utils import populate_queues
-from lerobot.utils.constants import OBS_IMAGES, OBS_STATE
+from lerobot.utils.constants import ACTION, OBS_IMAGES
 from torch import Tensor, nn
 
 from lerobot_policy_trace.configuration_trace import TraceActConfig, TraceDiffusionConfig
@@ -56,8 +57,11 @@ class TraceActPolicy(Remembering, ACTPolicy):
         )
         if self.recall is None:
             return
-        kind = RegressionAdapter if config.memory.attach == "tokens" else ResidualAdapter
-        self.recall.adapter = kind(self.recall.width, config.dim_model)
+        width, token = self.recall.width, config.dim_model
+        tokens = config.memory.attach == "tokens"
+        self.recall.adapter = (
+            RegressionAdapter(width, token) if tokens else ResidualAdapter(width, token, config.n_heads)
+        )
         self.model.backbone.register_forward_hook(self._see)
         self.model.decoder.__class__ = RecallingDecoder  # the same weights under the same names
         self.model.decoder.__dict__["recall"] = (self.recollect, self.recall.adapter)
@@ -140,13 +144,23 @@ class TraceDiffusionPolicy(Remembering, DiffusionPolicy):
         return {key: x[:, keep] if key.startswith("observation.") and x.ndim > 1 else x for key, x in batch.items()}
 
     def _arrive(self, batch: Batch, fresh: Tensor) -> Batch:
+        """Queues the observation as the stock policy does; a row that begins has seen nothing but it."""
         batch = dict(batch)
-        batch.pop("action", None)
+        batch.pop(ACTION, None)
         batch[OBS_IMAGES] = torch.stack([batch[key] for key in self.config.image_features], dim=-4)
+        seen = [key for key in self._queues if key != ACTION]
+        for key in seen:
+            if self._queues[key] and len(self._queues[key][0]) != len(fresh):
+                self._queues[key].clear()
         self._queues = populate_queues(self._queues, batch)
-        for key in (OBS_STATE, OBS_IMAGES):
+        for key in seen:
             queue = self._queues[key]
             for place, old in enumerate(queue):
-                mask = fresh.view(-1, *[1] * (old.ndim - 1))
-                queue[place] = torch.where(mask, batch[key], old)
+                queue[place] = torch.where(fresh.view(-1, *[1] * (old.ndim - 1)), batch[key], old)
         return batch
+
+    def _take_note(self) -> Any:
+        return {key: deque(queue, maxlen=queue.maxlen) for key, queue in self._queues.items()}
+
+    def _go_back(self, before: Any) -> None:
+        self._queues = before

@@ -19,8 +19,11 @@ class DatasetError(ValueError):
 class Paths:
     """Raw states of all frames, and where episodes begin."""
 
-    def __init__(self, states: Tensor, starts: Tensor, ends: Tensor, root: Path | None = None):
-        self.states, self.starts, self.ends = states, starts, ends  # (N, d), (E,), (E,)
+    def __init__(
+        self, states: Tensor, starts: Tensor, ends: Tensor, index: Tensor | None = None, root: Path | None = None
+    ):
+        self.states, self.starts, self.ends = states, starts, ends  # (N, d), (E,), (E,): rows of `states`
+        self.index = torch.arange(len(states)) if index is None else index  # (N,): numbers of the frames, growing
         self.root = root
 
     def keep(self, what: str) -> Path | None:
@@ -37,20 +40,22 @@ class Paths:
         files = sorted(folder.glob("**/*.parquet"))
         if not files:
             raise DatasetError(f"{meta.repo_id}: no parquet file below {folder}")
-        table = pyarrow.dataset.dataset(files).to_table(columns=["index", "episode_index", OBS_STATE]).sort_by("index")
-        index, episode = (torch.from_numpy(table[name].to_numpy().copy()) for name in ("index", "episode_index"))
-        if len(table) != meta.total_frames or not torch.equal(index, torch.arange(len(table))):
-            raise DatasetError(
-                f"{meta.repo_id}: {len(table)} frames in {folder}, expected 0 to {meta.total_frames - 1}"
-            )
+        columns = ["index", "episode_index", "frame_index", OBS_STATE]
+        table = pyarrow.dataset.dataset(files).to_table(columns=columns).sort_by("index")
+        index, episode, frame = (torch.from_numpy(table[name].to_numpy().copy()) for name in columns[:3])
         states = torch.tensor(table[OBS_STATE].to_pylist(), dtype=torch.float32)
         if not (finite := torch.isfinite(states).all(1)).all():
-            frame = int((~finite).nonzero()[0])
+            bad = int((~finite).nonzero()[0])
             raise DatasetError(
-                f"{meta.repo_id}: {OBS_STATE} of frame {frame} (episode {int(episode[frame])}) is not finite"
+                f"{meta.repo_id}: {OBS_STATE} of frame {int(index[bad])} (episode {int(episode[bad])}) is not finite"
             )
         starts = torch.cat([torch.zeros(1, dtype=torch.int64), (episode.diff() != 0).nonzero()[:, 0] + 1])
-        return cls(states, starts, torch.cat([starts[1:], torch.tensor([len(states)])]), Path(meta.root))
+        ends = torch.cat([starts[1:], torch.tensor([len(states)])])
+        whole = torch.cat([torch.arange(n) for n in (ends - starts).tolist()])
+        if not torch.equal(frame, whole):
+            bad = int((frame != whole).nonzero()[0])
+            raise DatasetError(f"{meta.repo_id}: frames of episode {int(episode[bad])} are missing in {folder}")
+        return cls(states, starts, ends, index, Path(meta.root))
 
     def episodes(self) -> list[Tensor]:
         """The path of each episode."""
@@ -59,7 +64,10 @@ class Paths:
     def look_up(self, index: Tensor) -> tuple[Tensor, Tensor]:
         """For frames by number: their episodes' paths up to them (B, T, d), padded with the last state, and t (B,)."""
         index = index.flatten().cpu()
-        start = self.starts[torch.searchsorted(self.starts, index, right=True) - 1]
-        t = index - start
+        row = torch.searchsorted(self.index, index).clamp_max(len(self.index) - 1)
+        if not torch.equal(self.index[row], index):
+            raise DatasetError(f"frame {int(index[self.index[row] != index][0])} is not in the dataset's parquet files")
+        start = self.starts[torch.searchsorted(self.starts, row, right=True) - 1]
+        t = row - start
         rows = start[:, None] + torch.minimum(torch.arange(int(t.max()) + 1), t[:, None])
         return self.states[rows], t

@@ -3,6 +3,7 @@ deployment (`Remembering`). Which policy it is does not matter here.
 """
 
 import contextlib
+import os
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from lerobot.utils.constants import OBS_STATE
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -67,8 +69,8 @@ class Recall(nn.Module):
 
     @torch.no_grad()
     def fit(self, paths: Paths) -> None:
-        """Statistics of the training states; they travel in the checkpoint. Those of signatures are kept beside the dataset,
-        because they take a while where there are many frames.
+        """Statistics of the dataset's states (all of its episodes, as LeRobot's own statistics are); they travel in the
+        checkpoint. Those of signatures are kept beside the dataset, because they take a while where there are many frames.
         """
         self.frames.fill_(len(paths.states))
         moments = Moments(paths.states.shape[1])
@@ -78,16 +80,18 @@ class Recall(nn.Module):
         normaliser = getattr(self.memory, "normaliser", None)
         if isinstance(normaliser, Normaliser):
             signature: Any = self.memory.signature
-            kept = paths.keep(f"{type(signature).__name__}-{signature.depth}-{signature.fade}")
-            if kept is not None and kept.exists():
-                normaliser.load_state_dict(load_file(kept))
-                return
+            kept = paths.keep(f"{type(signature).__name__}-{signature.depth}-{signature.fade}-v1")
+            # A dataset that cannot be read from or written to here is no reason to stop.
+            with contextlib.suppress(OSError, SafetensorError):
+                if kept is not None and kept.exists():
+                    normaliser.load_state_dict(load_file(kept))
+                    return
             normaliser.fit(paths.episodes(), signature)
-            if kept is not None:
-                with contextlib.suppress(OSError):  # a dataset that cannot be written to is no reason to stop
+            with contextlib.suppress(OSError, SafetensorError):
+                if kept is not None:
                     kept.parent.mkdir(exist_ok=True)
-                    save_file(normaliser.state_dict(), kept.with_suffix(".tmp"))
-                    kept.with_suffix(".tmp").replace(kept)
+                    save_file(normaliser.state_dict(), kept.with_suffix(f".{os.getpid()}"))
+                    kept.with_suffix(f".{os.getpid()}").replace(kept)
 
     def check(self, paths: Paths) -> None:
         """Warns if these statistics are of other data: keys and contents would then mean something else."""
@@ -173,8 +177,10 @@ class Remembering(PreTrainedPolicy):
 
     # -- training ------------------------------------------------------------------------------------------------------
 
-    def _scan(self, batch: Batch, now: list[Tensor]) -> Readout:
-        """The paper's budget scan for each target of a batch: contents of a few frames, keys of the whole path."""
+    def _scan(self, batch: Batch, now: list[Tensor], losses: dict[str, Tensor]) -> Readout:
+        """The paper's budget scan for each target of a batch: contents of a few frames, keys of the whole path. The memory's
+        own losses are put into `losses`.
+        """
         assert self.recall is not None
         if self.paths is None:
             raise DatasetError("this policy was made without a dataset and cannot be trained: pass dataset_meta")
@@ -197,7 +203,7 @@ class Remembering(PreTrainedPolicy):
         if past.any():
             contents[:, :-1][past] = self.recall.content(self._encode(pictures), states[:, :-1][past]).to(contents)
         readouts = memory.scan_at(contents, path, at, valid)
-        self._auxiliary = auxiliary_losses(readouts, valid)
+        losses.update(auxiliary_losses(readouts, valid))
         return readouts.at(-1)
 
     def forward(self, batch: Batch, *args: Any, **kwargs: Any) -> tuple[Tensor, dict[str, Any] | None]:
@@ -209,10 +215,11 @@ class Remembering(PreTrainedPolicy):
             raise DatasetError(
                 f"{', '.join(missing)}: not in the batch, whose cameras are {', '.join(found) or 'none'}"
             )
-        with self._recalling(lambda now: self._scan(batch, now)):
+        losses: dict[str, Tensor] = {}
+        with self._recalling(lambda now: self._scan(batch, now, losses)):
             loss, logs = super().forward(self._stock(batch), *args, **kwargs)
-        named = {f"memory_{name}": value.item() for name, value in self._auxiliary.items()}
-        return loss + weighted(self._auxiliary, self.recall.weights), (logs or {}) | named
+        named = {f"memory_{name}": value.item() for name, value in losses.items()}
+        return loss + weighted(losses, self.recall.weights), (logs or {}) | named
 
     def _stock(self, batch: Batch) -> Batch:
         """The batch as the stock policy expects it: without the history."""
@@ -248,7 +255,7 @@ class Remembering(PreTrainedPolicy):
         self._position: Tensor | None = None
 
     def _start_rows(self, batch: Batch) -> Tensor:
-        """Begins memories where there are none, and anew where `episode_step` says so. Returns those rows."""
+        """Looks whose episodes begin (returned), and whose observation is the last one again. Changes nothing yet."""
         assert self.recall is not None
         if self.recall.frames == 0 and not self._tested:
             warnings.warn("the memory has no statistics yet: this policy was not trained", stacklevel=3)
@@ -256,50 +263,75 @@ class Remembering(PreTrainedPolicy):
         if RAW_STATE not in batch:
             raise ValueError(f"{RAW_STATE} is missing: the policy's own preprocessor must run before it")
         rows, device = len(batch[RAW_STATE]), batch[RAW_STATE].device
-        clock = batch[EPISODE_STEP].reshape(rows) if EPISODE_STEP in batch else None
+        clock, before = batch[EPISODE_STEP].reshape(rows) if EPISODE_STEP in batch else None, self._clock
+        none = torch.zeros(rows, dtype=torch.bool, device=device)
         if self._state is None or len(self._state.steps) != rows:
-            self._state, fresh = self.recall.memory.init(rows), torch.ones(rows, dtype=torch.bool, device=device)
-        elif clock is None or self._clock is None:
-            fresh = torch.zeros(rows, dtype=torch.bool, device=device)
+            self._base, self._again, fresh = self.recall.memory.init(rows), none, ~none
+        elif clock is None or before is None:
+            self._base, self._again, fresh = self._state, none, none
         else:
-            fresh = clock <= self._clock
-            if not self._missed and bool((~fresh & (clock > self._clock + 1)).any()):
+            fresh, self._again = clock < before, clock == before
+            if not self._missed and bool((clock > before + 1).any()):
                 self._missed = True
                 warnings.warn(
-                    f"the memory missed observations: episode_step went from {self._clock.tolist()} to {clock.tolist()}. "
+                    f"the memory missed observations: episode_step went from {before.tolist()} to {clock.tolist()}. "
                     "Call observe() for those for which no action is wanted",
                     stacklevel=3,
                 )
-            self._state = self.recall.memory.reset(self._state, fresh)
-        self._clock = clock
+            self._base = self.recall.memory.reset(self._state, fresh)
+        self._now = clock
         return fresh
 
     def _step(self, batch: Batch, now: list[Tensor]) -> Readout:
+        """One step of the memory, not kept yet. An observation that comes twice is not written twice."""
         assert self.recall is not None
-        assert self._state is not None
         raw = batch[RAW_STATE].to(self.recall.content.mean)
-        self._next, readout = self.recall.memory.step(self._state, self.recall.content(now, raw), raw)
+        new, readout = self.recall.memory.step(self._base, self.recall.content(now, raw), raw)
+        again = self._again
+        cells = {
+            name: torch.where(again.view(-1, *[1] * (cell.ndim - 1)), self._base.cells[name], cell)
+            for name, cell in new.cells.items()
+        }
+        self._next = MemoryState(torch.where(again, self._base.steps, new.steps), cells)
         return readout
+
+    def _keep(self) -> None:
+        """The step is done: keeps it. A memory that nothing is ever written to is reported, once."""
+        self._state, self._clock = self._next, self._now
+        assert self._state is not None
+        slots = self._state.cells.get("slots")
+        if slots is not None and not self._idle and bool((self._state.steps == IDLE).any()) and not bool(slots.any()):
+            self._idle = True
+            warnings.warn(f"nothing was written to the memory in {IDLE} steps: all gates are closed", stacklevel=4)
+
+    @contextmanager
+    def _whole(self) -> Iterator[None]:
+        """An observation is taken in as a whole or not at all."""
+        before = self._take_note()
+        try:
+            yield
+        except BaseException:
+            self._go_back(before)
+            raise
+
+    def _take_note(self) -> Any:
+        """What the stock policy keeps between observations, if it keeps anything."""
+        return None
+
+    def _go_back(self, before: Any) -> None:
+        """Puts that back."""
 
     @torch.no_grad()
     def observe(self, batch: Batch) -> None:
         """Shows the memory an observation for which no action is wanted."""
         if self.recall is not None:
             self.eval()
-            self._watch(self._arrive(batch, self._start_rows(batch)))
+            with self._whole():
+                self._watch(self._arrive(batch, self._start_rows(batch)))
 
     def _watch(self, batch: Batch) -> None:
         self._step(batch, self._encode([batch[key] for key in self.config.image_features]))
         self._keep()
-
-    def _keep(self) -> None:
-        """The step is done. A memory that nothing is ever written to is reported, once."""
-        self._state = self._next
-        assert self._state is not None
-        slots = self._state.cells.get("slots")
-        if slots is not None and not self._idle and bool((self._state.steps == IDLE).any()) and not bool(slots.any()):
-            self._idle = True
-            warnings.warn(f"nothing was written to the memory in {IDLE} steps: all gates are closed", stacklevel=4)
 
     def _predict(self, batch: Batch, **kwargs: Any) -> Tensor:
         """A chunk for every row; the memory steps inside, and keeps the step only if all went well."""
@@ -319,7 +351,8 @@ class Remembering(PreTrainedPolicy):
                 "memory needs all of them: use --inference.type=sync"
             )
         self.eval()
-        return self._predict(self._arrive(batch, self._start_rows(batch)), **kwargs)
+        with self._whole():
+            return self._predict(self._arrive(batch, self._start_rows(batch)), **kwargs)
 
     @torch.no_grad()
     def select_action(self, batch: Batch, **kwargs: Any) -> Tensor:
@@ -329,6 +362,10 @@ class Remembering(PreTrainedPolicy):
         if self.recall is None:
             return super().select_action(batch, **kwargs)
         self.eval()
+        with self._whole():
+            return self._select(batch, **kwargs)
+
+    def _select(self, batch: Batch, **kwargs: Any) -> Tensor:
         fresh = self._start_rows(batch)
         batch = self._arrive(batch, fresh)
         if getattr(self.config, "temporal_ensemble_coeff", None) is not None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from trace_bench.episode import Episode
 from trace_bench.referee import Decision, Record, Referee, Subtask, named
-from trace_bench.robot import Vector
+from trace_bench.robot import Hand, Vector
 from trace_bench.scene import TABLE, Point, Scene
 from trace_bench.world import World
 
@@ -69,6 +69,20 @@ class Task(ABC):
     @abstractmethod
     def script(self, expert: "Expert", cue: int) -> Iterator[Vector]:
         """The expert's way to do it, one action a control step."""
+
+    def bring(self, expert: "Expert", hand: Hand, prop: str, pad: str) -> Iterator[Vector]:
+        """What several scripts begin with: a hand fetches the prop to the intake, then, the same for every cue, the left one
+        carries it to a pad and waits for the first lamp.
+        """
+        yield from expert.pick(hand, prop)
+        yield from expert.place(hand, "intake")
+        yield from expert.home(hand)
+        yield from expert.until(lambda: self.hidden(expert.world))
+        expert.section("shared")
+        yield from expert.pick("left", prop)
+        yield from expert.place("left", pad)
+        yield from expert.home("left")
+        yield from expert.wait_for_lamp(1)
 
     @abstractmethod
     def ready(self, world: World, phase: int) -> bool:

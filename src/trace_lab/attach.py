@@ -26,6 +26,8 @@ def attached(checkpoint: Path, name: str, preset: str, slots: int | None) -> tup
             f"{checkpoint}: no config.json there, expected a folder like checkpoints/last/pretrained_model"
         )
     stock = PreTrainedConfig.from_pretrained(checkpoint)
+    if name == "none":
+        raise AttachError("memory: got 'none', which is the policy you have")
     if stock.type not in {"act", "diffusion"}:
         raise AttachError(f"{checkpoint}: a policy of type {stock.type!r}, expected 'act' or 'diffusion'")
     kind = PreTrainedConfig.get_choice_class(f"trace_{stock.type}")

@@ -128,7 +128,11 @@ def test_attached_checkpoint_acts_as_before_and_trains(trained, dataset, tmp_pat
 
 @pytest.mark.parametrize(
     ("words", "message"),
-    [(["nowhere"], "no config.json there"), (["{trained}"], "of type 'trace_act', expected 'act' or 'diffusion'")],
+    [
+        (["nowhere"], "no config.json there"),
+        (["{trained}"], "of type 'trace_act', expected 'act' or 'diffusion'"),
+        (["{trained}", "--memory", "none"], "memory: got 'none', which is the policy you have"),
+    ],
 )
 def test_attach_names_what_is_wrong(words, message, trained, tmp_path, capsys):
     words = [word.format(trained=trained["act"]) for word in words]

@@ -1,5 +1,6 @@
 """The policies: stock where nothing is asked for, the same memory in training and deployment, rows independent."""
 
+import copy
 import inspect
 import runpy
 import shutil
@@ -8,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import lerobot
+import pyarrow.compute
 import pyarrow.parquet
 import pytest
 import torch
@@ -98,7 +100,7 @@ def test_memory_online_is_the_training_scan(kind, dtype, tolerance, dataset):
         policy.select_action(observation)
     seen = []
     scan = policy._scan
-    policy._scan = lambda batch, now: seen.append(scan(batch, now)) or seen[-1]
+    policy._scan = lambda *inputs: seen.append(scan(*inputs)) or seen[-1]
     with torch.no_grad():
         policy(batch_at(dataset, policy, prepare, meta, [10], dtype))
     assert policy._state.steps.tolist() == [11]
@@ -224,19 +226,92 @@ def test_memory_and_adapter_have_rates_of_their_own(kind, dataset):
     assert len(numbers) == len(set(numbers)) == len(list(policy.parameters()))
 
 
-def test_a_wrong_observation_changes_nothing(dataset):
-    policy, prepare, _ = ours("act", dataset)
-    good = frames(dataset, prepare, torch.float32, 3)
-    policy.select_action(good[0])
+@BOTH
+def test_a_wrong_observation_changes_nothing(kind, dataset):
+    """Not even the queues of Diffusion: the next good observation gives what it would have given."""
+    policy, prepare, _ = ours(kind, dataset)
+    clocked = [
+        row | {"observation.episode_step": torch.tensor([[float(step)]])}
+        for step, row in enumerate(frames(dataset, prepare, torch.float32, 9))
+    ]
+    noise = {"noise": torch.zeros(1, 16, 17)} if kind != "act" else {}
+    expected = [policy.select_action(dict(row), **noise) for row in clocked]
+    policy.reset()
+    for step, row in enumerate(clocked):
+        before = policy._state
+        bad = row | {
+            key: torch.full_like(row[key], torch.nan) for key in ("observation.raw_state", "observation.state")
+        }
+        with pytest.raises(ValueError, match="has a NaN"):
+            policy.select_action(bad, **noise)
+        with pytest.raises(ValueError, match=r"observation\.raw_state is missing: the policy's own preprocessor"):
+            policy.select_action({k: v for k, v in row.items() if k != "observation.raw_state"})
+        assert policy._state is before
+        torch.testing.assert_close(policy.select_action(dict(row), **noise), expected[step])
+    assert policy._state.steps.tolist() == [9]
+
+
+@BOTH
+def test_an_observation_that_comes_twice_is_written_once(kind, dataset):
+    """By two calls, or because a finished row is shown its last frame again."""
+    policy, prepare, _ = ours(kind, dataset)
+    rows = frames(dataset, prepare, torch.float32, 3)
+    for step, row in enumerate(rows):
+        policy.observe(row | {"observation.episode_step": torch.tensor([[float(step)]])})
     before = policy._state
-    bad = dict(good[1]) | {"observation.raw_state": torch.full((1, 17), torch.nan)}
-    with pytest.raises(ValueError, match="has a NaN"):
-        policy.select_action(bad)
-    torch.testing.assert_close(policy._state, before)
-    with pytest.raises(ValueError, match=r"observation\.raw_state is missing: the policy's own preprocessor"):
-        policy.select_action({k: v for k, v in good[1].items() if k != "observation.raw_state"})
-    policy.select_action(good[1])
-    assert policy._state.steps.tolist() == [2]
+    for way in (policy.select_action, policy.predict_action_chunk, policy.observe):
+        way(rows[2] | {"observation.episode_step": torch.tensor([[2.0]])})
+        torch.testing.assert_close(policy._state, before)
+
+
+@BOTH
+def test_finished_rows_do_not_make_the_others_predict(kind, dataset):
+    policy, prepare, _ = ours(kind, dataset)
+    rows, calls = frames(dataset, prepare, torch.float32, 12), []
+    predict = policy._predict
+    policy._predict = lambda *inputs, **more: calls.append(1) or predict(*inputs, **more)
+    for step, row in enumerate(rows):
+        batch = {k: torch.cat([x, rows[min(step, 5)][k]]) for k, x in row.items() if k.startswith("observation.")}
+        batch["observation.episode_step"] = torch.tensor([[float(step)], [float(min(step, 5))]])
+        policy.select_action(batch)
+    assert len(calls) == 3  # twelve steps, four a chunk
+
+
+def test_a_policy_can_be_copied_after_training(dataset):
+    policy, prepare, meta = ours("act", dataset)
+    batch = batch_at(dataset, policy.train(), prepare, meta, [5], torch.float32)
+    policy(batch)[0].backward()
+    twin = copy.deepcopy(policy.eval())
+    with torch.no_grad():
+        torch.testing.assert_close(twin(batch)[0], policy(batch)[0])
+    assert twin.model.decoder.recall[1] is twin.recall.adapter
+
+
+def test_a_broken_cache_is_made_anew(dataset, tmp_path):
+    root = shutil.copytree(dataset, tmp_path / "copy")
+    policy, *_ = ours("act", root)
+    policy.recall.fit(policy.paths)
+    (kept,) = (root / "meta/trace_memory").glob("*.safetensors")
+    good = kept.read_bytes()
+    kept.write_bytes(good[:40])
+    policy.recall.fit(policy.paths)
+    assert kept.read_bytes() == good
+
+
+def test_some_episodes_are_enough(dataset, tmp_path):
+    """LeRobot downloads only the files of the episodes asked for."""
+    root = shutil.copytree(dataset, tmp_path / "copy")
+    (file,) = (root / "data").glob("**/*.parquet")
+    table = pyarrow.parquet.read_table(file)
+    pyarrow.parquet.write_table(table.filter(pyarrow.compute.equal(table["episode_index"], 1)), file)
+    meta = LeRobotDatasetMetadata("trace_bench/cable", root=root)
+    paths, first = Paths.of(meta), table["episode_index"].to_pylist().index(1)
+    assert paths.look_up(torch.tensor([first + 4]))[1].tolist() == [4]
+    with pytest.raises(DatasetError, match="frame 3 is not in the dataset's parquet files"):
+        paths.look_up(torch.tensor([3]))
+    pyarrow.parquet.write_table(table.slice(2), file)
+    with pytest.raises(DatasetError, match="frames of episode 0 are missing"):
+        Paths.of(meta)
 
 
 @BOTH
@@ -326,15 +401,15 @@ def test_statistics_of_other_data_are_reported(dataset):
 
 
 def test_states_that_are_not_finite_are_named(dataset, tmp_path):
-    copy = shutil.copytree(dataset, tmp_path / "copy")
-    (file,) = (copy / "data").glob("**/*.parquet")
+    root = shutil.copytree(dataset, tmp_path / "copy")
+    (file,) = (root / "data").glob("**/*.parquet")
     table = pyarrow.parquet.read_table(file)
     states = table["observation.state"].to_pylist()
     states[7][2] = float("nan")
     column = table.schema.get_field_index("observation.state")
     table = table.set_column(column, table.schema.field(column), pyarrow.array(states, table.schema.field(column).type))
     pyarrow.parquet.write_table(table, file)
-    meta = LeRobotDatasetMetadata("trace_bench/cable", root=copy)
+    meta = LeRobotDatasetMetadata("trace_bench/cable", root=root)
     with pytest.raises(DatasetError, match=r"observation\.state of frame 7 \(episode 0\) is not finite"):
         Paths.of(meta)
     file.unlink()

@@ -105,16 +105,7 @@ class Cable(Task):
 
     def script(self, expert: Expert, cue: int) -> Iterator[Vector]:
         """Fetch, thread (the same for both), connect."""
-        hand = HANDS[cue]
-        yield from expert.pick(hand, "plug")
-        yield from expert.place(hand, "intake")
-        yield from expert.home(hand)
-        yield from expert.until(lambda: self.hidden(expert.world))
-        expert.section("shared")
-        yield from expert.pick("left", "plug")
-        yield from expert.place("left", "clip")
-        yield from expert.home("left")
-        yield from expert.wait_for_lamp(1)
+        yield from self.bring(expert, HANDS[cue], "plug", "clip")
         expert.section("connect")
         yield from expert.pick("right", "plug")
         yield from expert.place("right", DEVICES[cue])

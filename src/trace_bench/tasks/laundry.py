@@ -9,7 +9,7 @@ import numpy as np
 from trace_bench.episode import Episode, dress, recolour, shift
 from trace_bench.expert import Expert
 from trace_bench.referee import Stage, Subtask
-from trace_bench.robot import HANDS, Hand, Vector
+from trace_bench.robot import HANDS, Vector
 from trace_bench.scene import TABLE, Scene, box, cylinder, pan
 from trace_bench.task import MARGINS, Profile, Task
 from trace_bench.world import World
@@ -111,16 +111,7 @@ class Laundry(Task):
 
     def script(self, expert: Expert, cue: int) -> Iterator[Vector]:
         """Fetch, carry (the same for all), treat, put away."""
-        hand: Hand = HANDS[cue]
-        yield from expert.pick(hand, "garment")
-        yield from expert.place(hand, "intake")
-        yield from expert.home(hand)
-        yield from expert.until(lambda: self.hidden(expert.world))
-        expert.section("shared")
-        yield from expert.pick("left", "garment")
-        yield from expert.place("left", "work")
-        yield from expert.home("left")
-        yield from expert.wait_for_lamp(1)
+        yield from self.bring(expert, HANDS[cue], "garment", "work")
         expert.section("treat")
         tool = TOOLS[cue]
         yield from expert.pick("right", tool)

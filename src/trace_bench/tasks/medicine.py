@@ -106,15 +106,7 @@ class Medicine(Task):
 
     def script(self, expert: Expert, cue: int) -> Iterator[Vector]:
         """Fetch, carry (the same for all), dispense, return."""
-        yield from expert.pick("left", "dish")
-        yield from expert.place("left", "intake")
-        yield from expert.home("left")
-        yield from expert.until(lambda: self.hidden(expert.world))
-        expert.section("shared")
-        yield from expert.pick("left", "dish")
-        yield from expert.place("left", "bedside")
-        yield from expert.home("left")
-        yield from expert.wait_for_lamp(1)
+        yield from self.bring(expert, "left", "dish", "bedside")
         expert.section("dispense")
         yield from expert.pick("right", "dish")
         over = expert.world.spot(BOXES[cue])
