@@ -92,11 +92,11 @@ def test_evaluation_and_rollout(trained, tmp_path):
     for kind in SMALL:
         assert json.loads((tmp_path / kind / "eval_info.json").read_text())["overall"]["n_episodes"] == 2
     robot = "--robot.type=trace_bench --robot.task=Cable --robot.size=64 --fps=10 --duration=2 --task=plug --device=cpu"
-    (output,) = finish(
-        lerobot("rollout", f"--strategy.type=base --policy.path={trained['act']} {robot} --play_sounds=false", tmp_path)
-    )
-    assert "Cable: other, progress 0.00" in output
-    assert "Could not return" not in output
+    start = "--strategy.type=base --play_sounds=false"
+    outputs = finish(*(lerobot("rollout", f"{start} --policy.path={trained[k]} {robot}", tmp_path) for k in SMALL))
+    for output in outputs:
+        assert "Cable: other, progress 0.00" in output
+        assert "Could not return" not in output
 
 
 def test_attached_checkpoint_acts_as_before_and_trains(trained, dataset, tmp_path, capsys):

@@ -288,7 +288,7 @@ def test_a_policy_can_be_copied_after_training(dataset):
 
 
 def test_a_broken_cache_is_made_anew(dataset, tmp_path):
-    root = shutil.copytree(dataset, tmp_path / "copy")
+    root = shutil.copytree(dataset, tmp_path / "copy", ignore=shutil.ignore_patterns("trace_memory"))
     policy, *_ = ours("act", root)
     policy.recall.fit(policy.paths)
     (kept,) = (root / "meta/trace_memory").glob("*.safetensors")
@@ -377,7 +377,7 @@ def test_missed_observations_are_reported(dataset):
 def test_a_memory_that_is_never_written_is_reported(dataset, monkeypatch):
     policy, prepare, _ = ours("act", dataset)
     policy.recall.fit(policy.paths)
-    monkeypatch.setattr("lerobot_policy_trace.remembering.IDLE", 3)
+    monkeypatch.setitem(type(policy)._keep.__globals__, "IDLE", 3)
     step = policy.recall.memory.step
 
     def idle(state, content, raw):
