@@ -16,6 +16,7 @@ import torch
 from lerobot.configs import FeatureType, PolicyFeature
 from lerobot.datasets.factory import resolve_delta_timestamps
 from lerobot.datasets.lerobot_dataset import LeRobotDataset, LeRobotDatasetMetadata
+from lerobot.datasets.streaming_dataset import StreamingLeRobotDataset
 from lerobot.policies.act.configuration_act import ACTConfig
 from lerobot.policies.act.modeling_act import ACTDecoder, ACTPolicy
 from lerobot.policies.diffusion.configuration_diffusion import DiffusionConfig
@@ -334,13 +335,17 @@ def test_every_frame_is_encoded_once(kind, dataset):
         assert sum(counts) == 3 * (policy.config.n_obs_steps if due else 1)
 
 
-def test_a_history_that_is_not_the_datasets_is_refused(dataset):
-    """As a streaming dataset would give it."""
+def test_a_streaming_dataset_is_refused(dataset):
+    """It gives the oldest frame it can reach for the first of an episode."""
     policy, prepare, meta = ours("act", dataset)
-    batch = batch_at(dataset, policy, prepare, meta, [10], torch.float32)
-    batch["observation.raw_state"][:, 9] += 0.1
-    with pytest.raises(DatasetError, match="Streaming datasets do not give a frame's true past"):
-        policy(batch)
+    data = StreamingLeRobotDataset(
+        meta.repo_id, root=dataset, delta_timestamps=resolve_delta_timestamps(policy.config, meta), shuffle=False
+    )
+    batches = torch.utils.data.DataLoader(data, batch_size=8)
+    with pytest.raises(DatasetError, match="Streaming datasets do not give a frame's true past"):  # noqa: PT012
+        for batch in batches:
+            with torch.no_grad():
+                policy(prepare(batch))
 
 
 def test_missing_cameras_are_named(dataset):
