@@ -119,7 +119,7 @@ class TraceDiffusionPolicy(Remembering, DiffusionPolicy):
 
     @property
     def _vision(self) -> int:
-        return self._encoders[0].pool.nets.in_channels if self._encoders and self._encoders[0].pool.nets else 512
+        return self._encoders[0].pool.nets.in_channels if self._encoders else 0
 
     def _current(self, maps: list[Tensor]) -> list[Tensor]:
         """One map of (b s n) pictures, or one a camera of (b s): the last of s."""

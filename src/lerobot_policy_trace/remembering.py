@@ -129,7 +129,7 @@ class Remembering(PreTrainedPolicy):
         self.recall = Recall(options, state.shape[0], vision)
         if dataset_meta is not None:
             self.paths = Paths.of(dataset_meta)
-        self._tested = self._idle = False
+        self._tested = self._warned = self._idle = False
 
     # -- what the stock forward asks for -------------------------------------------------------------------------------
 
@@ -257,9 +257,9 @@ class Remembering(PreTrainedPolicy):
     def _start_rows(self, batch: Batch) -> Tensor:
         """Looks whose episodes begin (returned), and whose observation is the last one again. Changes nothing yet."""
         assert self.recall is not None
-        if self.recall.frames == 0 and not self._tested:
+        if self.recall.frames == 0 and not self._warned:
             warnings.warn("the memory has no statistics yet: this policy was not trained", stacklevel=3)
-            self._tested = True
+            self._warned = True
         if RAW_STATE not in batch:
             raise ValueError(f"{RAW_STATE} is missing: the policy's own preprocessor must run before it")
         rows, device = len(batch[RAW_STATE]), batch[RAW_STATE].device

@@ -26,10 +26,7 @@ class Profile:
     pace: float = 1.0
 
 
-PROFILES: dict[str, Profile | None] = {
-    "default": Profile(10, 60),
-    "paper": None,
-}  # the paper profile is each task's own
+PROFILES: dict[str, Profile | None] = {"default": Profile(10, 60), "paper": None}  # None: each task's own
 
 
 class Task(ABC):

@@ -161,13 +161,6 @@ class World:
             self.data.qpos[address : address + 7] = self.model.eq_data[weld, 3:10]
         mujoco.mj_forward(self.model, self.data)
 
-    def settle(self, prop: str, spot: str) -> None:
-        """Lets a prop glide to a spot from where it is, as when it falls into a box."""
-        for hand in HANDS:
-            if self.held[hand] == prop:
-                self.held[hand] = None
-        self._fix(prop, spot)
-
     def _fix(self, prop: str, spot: str) -> None:
         weld = self.model.equality(f"{prop}@world").id
         quaternion = np.empty(4)

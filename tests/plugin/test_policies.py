@@ -64,6 +64,8 @@ def ours(kind: str, dataset, memory: MemoryOptions = WHOLE, dtype=torch.float32)
     config = OURS[kind][0](memory=memory, **features(64), **SMALL[kind])
     torch.manual_seed(0)
     policy = make_policy(config, ds_meta=meta).to(dtype)
+    if policy.recall is not None:
+        policy.recall.fit(policy.paths)
     # The stock policies make ACT's latent and Diffusion's clock in float32, whatever the model is.
     stubborn = (
         policy.model.encoder_latent_input_proj if kind == "act" else policy.diffusion.unet.diffusion_step_encoder[1]
@@ -288,10 +290,20 @@ def test_a_policy_can_be_copied_after_training(dataset):
     assert twin.model.decoder.recall[1] is twin.recall.adapter
 
 
+def test_acting_before_training_is_reported_and_does_not_skip_the_statistics(dataset):
+    policy, prepare, meta = ours("act", dataset)
+    policy.recall.frames.zero_()
+    policy.recall.content.std.fill_(100.0)
+    with pytest.warns(UserWarning, match="the memory has no statistics yet"):
+        policy.select_action(frames(dataset, prepare, torch.float32, 1)[0])
+    policy(batch_at(dataset, policy, prepare, meta, [5], torch.float32))
+    assert policy.recall.frames == meta.total_frames
+    assert policy.recall.content.std.max() < 100
+
+
 def test_a_broken_cache_is_made_anew(dataset, tmp_path):
     root = shutil.copytree(dataset, tmp_path / "copy", ignore=shutil.ignore_patterns("trace_memory"))
     policy, *_ = ours("act", root)
-    policy.recall.fit(policy.paths)
     (kept,) = (root / "meta/trace_memory").glob("*.safetensors")
     good = kept.read_bytes()
     kept.write_bytes(good[:40])
@@ -370,7 +382,6 @@ def test_ways_that_skip_observations_are_refused(dataset):
 def test_missed_observations_are_reported(dataset):
     policy, prepare, _ = ours("act", dataset)
     rows = frames(dataset, prepare, torch.float32, 3)
-    policy.recall.fit(policy.paths)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for step in (0, 1):
@@ -381,7 +392,6 @@ def test_missed_observations_are_reported(dataset):
 
 def test_a_memory_that_is_never_written_is_reported(dataset, monkeypatch):
     policy, prepare, _ = ours("act", dataset)
-    policy.recall.fit(policy.paths)
     monkeypatch.setitem(type(policy)._keep.__globals__, "IDLE", 3)
     step = policy.recall.memory.step
 
@@ -399,7 +409,6 @@ def test_a_memory_that_is_never_written_is_reported(dataset, monkeypatch):
 
 def test_statistics_of_other_data_are_reported(dataset):
     policy, prepare, meta = ours("act", dataset)
-    policy.recall.fit(policy.paths)
     policy.recall.content.mean += 5.0
     with pytest.warns(UserWarning, match="the memory's statistics are not of this dataset"):
         policy(batch_at(dataset, policy, prepare, meta, [10], torch.float32))
