@@ -1,10 +1,22 @@
 """Shapes are checked in every test run: jaxtyping annotations of the memory become assertions here, and only here.
-Tests draw without a screen, whichever of them imports mujoco first.
+Tests draw without a screen, whichever of them imports mujoco first. A small dataset serves all who need a real one.
 """
 
 import os
+from pathlib import Path
 
+import pytest
 from jaxtyping import install_import_hook
 
 os.environ.setdefault("MUJOCO_GL", "egl")
 install_import_hook("trace_memory", "beartype.beartype")
+
+
+@pytest.fixture(scope="session")
+def dataset(tmp_path_factory) -> Path:
+    """Two episodes of Cable, 64 px."""
+    from trace_lab.cli import main
+
+    out = tmp_path_factory.mktemp("data") / "cable"
+    assert main(["collect", "Cable", "--episodes", "2", "--size", "64", "--workers", "1", "--out", str(out)]) == 0
+    return out

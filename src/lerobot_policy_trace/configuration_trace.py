@@ -26,6 +26,9 @@ class MemoryOptions:
     )
     budget: int = 32  # frames of history a training target sees: the first, a strided tail, the current one
     stride: int = 4  # frames between two of the tail
+    update_every: int = (
+        1  # control steps between two observations that the memory takes in; more needs `tracemem train`
+    )
     lr: float = 1e-4  # of the memory
     adapter_lr: float = 1e-4  # of what joins it to the policy
     width: int | None = None
@@ -56,6 +59,8 @@ class MemoryOptions:
             raise ValueError(
                 f"memory.budget, memory.stride: got {self.budget}, {self.stride}, expected at least 2 and 1"
             )
+        if self.update_every < 1:
+            raise ValueError(f"memory.update_every: got {self.update_every}, expected at least 1")
         self.config(channels=1)
 
     def config(self, channels: int) -> MemoryConfig:

@@ -3,7 +3,8 @@ ACT's decoder sees more than the encoder gave, Diffusion's condition has somethi
 """
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -14,7 +15,8 @@ from lerobot.utils.constants import ACTION, OBS_IMAGES
 from torch import Tensor, nn
 
 from lerobot_policy_trace.configuration_trace import TraceActConfig, TraceDiffusionConfig
-from lerobot_policy_trace.remembering import Batch, Remembering
+from lerobot_policy_trace.learning import Batch
+from lerobot_policy_trace.remembering import Remembering
 from trace_memory.adapters import DiffusionAdapter, RegressionAdapter, ResidualAdapter
 from trace_memory.memory import Readout
 
@@ -44,6 +46,14 @@ class RecallingDecoder(ACTDecoder):
         return super().forward(x, encoder_out, decoder_pos_embed, encoder_pos_embed)
 
 
+class Given(nn.Module):
+    """Stands where ACT's backbone is while feature maps come in place of pictures."""
+
+    def forward(self, maps: Tensor) -> dict[str, Tensor]:
+        """The maps, as a backbone gives them."""
+        return {"feature_map": maps}
+
+
 class TraceActPolicy(Remembering, ACTPolicy):
     """LeRobot's ACT with a memory."""
 
@@ -66,8 +76,21 @@ class TraceActPolicy(Remembering, ACTPolicy):
         self.model.decoder.__class__ = RecallingDecoder  # the same weights under the same names
         self.model.decoder.__dict__["recall"] = (self.recollect, self.recall.adapter)
 
+    @property
+    def backbones(self) -> list[nn.Module]:
+        """What encodes pictures."""
+        return [self.model.backbone] if self.config.image_features else []
+
     def _encode(self, pictures: list[Tensor]) -> list[Tensor]:
         return [self.model.backbone(each)["feature_map"] for each in pictures]
+
+    @contextmanager
+    def _encoded(self) -> Iterator[None]:
+        backbone, self.model.backbone = self.model.backbone, Given()
+        try:
+            yield
+        finally:
+            self.model.backbone = backbone
 
     def _stock(self, batch: Batch) -> Batch:
         return {key: x[:, -1] if key.startswith("observation.") and x.ndim > 1 else x for key, x in batch.items()}
@@ -118,11 +141,17 @@ class TraceDiffusionPolicy(Remembering, DiffusionPolicy):
         return list(encoder) if isinstance(encoder, nn.ModuleList) else [encoder]
 
     @property
+    def backbones(self) -> list[nn.Module]:
+        """What encodes pictures."""
+        return [each.backbone for each in self._encoders]
+
+    @property
     def _vision(self) -> int:
         return self._encoders[0].pool.nets.in_channels if self._encoders else 0
 
-    def _current(self, maps: list[Tensor]) -> list[Tensor]:
+    def _current(self) -> list[Tensor]:
         """One map of (b s n) pictures, or one a camera of (b s): the last of s."""
+        maps = self._seen
         cameras, steps = len(self.config.image_features), self.config.n_obs_steps
         if len(maps) == cameras and cameras > 1:
             return [each.unflatten(0, (-1, steps))[:, -1] for each in maps]
@@ -133,10 +162,22 @@ class TraceDiffusionPolicy(Remembering, DiffusionPolicy):
         encoders = self._encoders
         found: list[Tensor] = []
         for camera, each in enumerate(pictures):
-            with self._recalling(lambda now: None):  # type: ignore[arg-type,return-value]
+            with self._recalling(lambda: None):  # type: ignore[arg-type,return-value]
                 encoders[camera % len(encoders)](each)
                 found.append(self._seen[0])
         return found
+
+    @contextmanager
+    def _encoded(self) -> Iterator[None]:
+        """Resizing and cropping are part of the encoding, and done."""
+        kept = [(each, each.backbone, each.resize, each.do_crop) for each in self._encoders]
+        for each in self._encoders:
+            each.backbone, each.resize, each.do_crop = nn.Identity(), None, False
+        try:
+            yield
+        finally:
+            for each, backbone, resize, crop in kept:
+                each.backbone, each.resize, each.do_crop = backbone, resize, crop
 
     def _stock(self, batch: Batch) -> Batch:
         steps, budget = self.config.n_obs_steps, self.config.memory.budget

@@ -18,10 +18,13 @@ class Command(NamedTuple):
 COMMANDS: dict[str, Command] = {
     "params": Command("trace_lab.params:params", "count the parameters of every map, adapter and memory"),
     "collect": Command("trace_lab.collect:collect", "let the expert do a task of the suite, as a LeRobot dataset"),
+    "train": Command("trace_lab.train:train", "train a policy, with a memory or without, on a LeRobot dataset"),
+    "compare": Command("trace_lab.compare:compare", "tasks x methods x seeds: collect, train, evaluate, tables"),
     "probe": Command("trace_lab.probe:probe", "train memories on a one-minute delayed-evidence task"),
     "probe-task": Command(
         "trace_lab.probe_task:probe_task", "check that a task of the suite hides its cue at the branch"
     ),
+    "eval": Command("trace_lab.evaluate:evaluate", "let a trained policy do a task of the suite, and score it"),
     "attach": Command("trace_lab.attach:attach", "add a memory to a trained stock ACT or Diffusion Policy"),
     "gallery": Command("trace_lab.gallery:gallery", "draw a picture of each task of the suite"),
     "demo": Command("trace_lab.demo:demo", "a model with memory answers where one without guesses (`make demo`)"),

@@ -4,10 +4,11 @@ are in rivals.py, ablations of TRACE in ablations.py, files of states in checkpo
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from trace_memory.keys import Keys
@@ -47,9 +48,21 @@ class Readout(NamedTuple):
 
     def at(self, t: int) -> "Readout":
         """The readout of one time of a scan."""
-        routing = self.routing and Routing(*(x[:, t] for x in self.routing))
-        slots, z, g, dg, alpha = (x[:, t] for x in self[:5])
-        return Readout(slots, z, g, dg, alpha, routing)
+        return self._each(lambda x: x[:, t])
+
+    def pick(self, row: Int[Tensor, " N"], time: Int[Tensor, " N"]) -> "Readout":
+        """The readouts of a scan at chosen rows and times."""
+        return self._each(lambda x: x[row, time])
+
+    def either(self, rows: Bool[Tensor, " B"], other: "Readout") -> "Readout":
+        """Row by row this readout or the other. How it was written is not known then."""
+        pairs = zip(self[:5], other[:5], strict=True)
+        slots, z, g, dg, alpha = (torch.where(rows.view(-1, *[1] * (a.ndim - 1)), a, b) for a, b in pairs)
+        return Readout(slots, z, g, dg, alpha)
+
+    def _each(self, of: Callable[[Tensor], Tensor]) -> "Readout":
+        slots, z, g, dg, alpha = (of(x) for x in self[:5])
+        return Readout(slots, z, g, dg, alpha, self.routing and Routing(*(of(x) for x in self.routing)))
 
 
 class Track(NamedTuple):

@@ -1,0 +1,92 @@
+"""What a memory adds to a policy: the content it writes (`Content`), itself, and the adapter the policy sees (`Recall`),
+with the statistics of the dataset they were trained on. When they are used is not known here.
+"""
+
+import contextlib
+import os
+import warnings
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from lerobot_policy_trace.configuration_trace import MemoryOptions
+from lerobot_policy_trace.paths import Paths
+from trace_memory.config import build
+from trace_memory.normalise import Moments, Normaliser
+
+
+class Content(nn.Module):
+    """e_t = [v, p]: the backbone's maps pooled over space and cameras, and an embedding of the standardised state."""
+
+    mean: Tensor
+    std: Tensor
+
+    def __init__(self, vision: int, channels: int, width: int):
+        super().__init__()
+        self.vision = nn.Identity() if vision == width else nn.Linear(vision, width)
+        self.state = nn.Linear(channels, width)
+        self.register_buffer("mean", torch.zeros(channels))
+        self.register_buffer("std", torch.ones(channels))
+
+    def forward(self, maps: list[Tensor], state: Tensor) -> Tensor:
+        """From one map (N, C, h, w) a camera and raw states (N, d) to (N, 2 width)."""
+        v = torch.stack([each.mean((-2, -1)) for each in maps]).mean(0)
+        return torch.cat([self.vision(v), self.state((state - self.mean) / self.std)], dim=-1)
+
+
+class Recall(nn.Module):
+    """All that a memory adds to a policy: the content it writes, itself, and the adapter that the policy sees."""
+
+    def __init__(self, options: MemoryOptions, channels: int, vision: int):
+        super().__init__()
+        config = options.config(channels)
+        self.content = Content(vision, channels, config.width)
+        self.memory = build(config)
+        self.adapter: nn.Module = nn.Identity()
+        self.register_buffer("frames", torch.zeros((), dtype=torch.int64))  # states the statistics are of; 0: none yet
+        self.width, self.weights, self.every = config.width, config.auxiliary_weights, options.update_every
+
+    frames: Tensor
+
+    @torch.no_grad()
+    def fit(self, paths: Paths) -> None:
+        """Statistics of the dataset's states (all of its episodes, as LeRobot's own statistics are); they travel in the
+        checkpoint. Those of signatures are kept beside the dataset, because they take a while where there are many frames.
+        """
+        self.frames.fill_(len(paths.states))
+        moments = Moments(paths.states.shape[1])
+        moments.add(paths.states)
+        self.content.mean.copy_(moments.mean)
+        self.content.std.copy_(torch.where(moments.std > 1e-6, moments.std, 1.0))
+        normaliser = getattr(self.memory, "normaliser", None)
+        if isinstance(normaliser, Normaliser):
+            signature: Any = self.memory.signature
+            kept = paths.keep(f"{type(signature).__name__}-{signature.depth}-{signature.fade}-{self.every}-v2")
+            # A dataset that cannot be read from or written to here is no reason to stop.
+            with contextlib.suppress(OSError, SafetensorError):
+                if kept is not None and kept.exists():
+                    normaliser.load_state_dict(load_file(kept))
+                    return
+            normaliser.fit([path[:: self.every] for path in paths.episodes()], signature)  # what it will see
+            with contextlib.suppress(OSError, SafetensorError):
+                if kept is not None:
+                    kept.parent.mkdir(exist_ok=True)
+                    save_file(normaliser.state_dict(), kept.with_suffix(f".{os.getpid()}"))
+                    kept.with_suffix(f".{os.getpid()}").replace(kept)
+
+    def check(self, paths: Paths) -> None:
+        """Warns if these statistics are of other data: keys and contents would then mean something else."""
+        states = paths.states.to(self.content.mean)
+        moving = states.std(0) > 1e-6
+        shift = ((states.mean(0) - self.content.mean).abs() / self.content.std)[moving]
+        scale = (states.std(0) / self.content.std)[moving]
+        if len(shift) and (shift.max() > 1.0 or scale.max() > 3.0 or scale.min() < 1 / 3):
+            warnings.warn(
+                f"the memory's statistics are not of this dataset: one state channel is off by {float(shift.max()):.1f} "
+                f"standard deviations, spreads differ by factors of {float(scale.min()):.2f} to {float(scale.max()):.2f}. "
+                "Train from a checkpoint of the same robot, or from scratch",
+                stacklevel=2,
+            )

@@ -1,0 +1,191 @@
+"""Which frames an update learns from, and the batch made of them. Everything is a function of the seed and the update's
+number, so a training that was stopped goes on with the very batches it would have had.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from lerobot.utils.constants import ACTION, OBS_STATE
+from torch import Tensor
+
+from lerobot_policy_trace.learning import EPISODES, Episodes
+from trace_lab.frames import FrameStore
+from trace_lab.recipe import Recipe, RecipeError
+
+POOL = 8  # batches whose episodes are sorted by length together, so that a batch holds episodes of similar length
+
+
+def generator(*numbers: int) -> torch.Generator:
+    """A source of randomness for exactly these numbers."""
+    mixed = 0
+    for number in numbers:
+        mixed = (mixed * 6364136223846793005 + number + 1442695040888963407) % (1 << 63)
+    return torch.Generator().manual_seed(mixed)
+
+
+def one_of(count: int, size: int, step: int, seed: int, lengths: Tensor | None = None) -> Tensor:
+    """(size,) of `count` things for an update: every one once an epoch, in an order of the epoch's own. With lengths,
+    things of similar length come together.
+    """
+    rounds = -(-count // size)
+    epoch, place = divmod(step, rounds)
+    draw = generator(seed, epoch)
+    order = torch.randperm(count, generator=draw)
+    order = torch.cat([order] * -(-rounds * size // count))[: rounds * size]  # the last batch is filled from the front
+    if lengths is not None:
+        for pool in order.split(POOL * size):
+            pool.copy_(pool[lengths[pool].argsort(stable=True)])
+        order = order.view(rounds, size)[torch.randperm(rounds, generator=draw)].flatten()
+    return order[place * size : (place + 1) * size]
+
+
+def spread(usable: Tensor, count: int, draw: torch.Generator) -> Tensor:
+    """(E, count) times, uniform over (E,) usable frames and well apart: one from each of `count` equal parts."""
+    u = torch.rand(len(usable), count, generator=draw, dtype=torch.float64)
+    return ((torch.arange(count) + u) / count * usable[:, None]).long().minimum(usable[:, None] - 1)
+
+
+class Augment:
+    """Moves pictures and changes their light, alike in all that have the same owner, differently for each camera."""
+
+    def __init__(self, shift: int, jitter: float):
+        self.shift, self.jitter = shift, jitter
+
+    def __call__(self, pictures: Tensor, owner: Tensor) -> Tensor:
+        """(N, ..., 3, H, W) in [0, 1] of (N,) owners, any numbers."""
+        kinds, of = owner.unique(return_inverse=True)
+        device, ones = pictures.device, [1] * (pictures.ndim - 1)
+        if self.shift:
+            for dim in (-2, -1):
+                size = pictures.shape[dim]
+                by = torch.randint(-self.shift, self.shift + 1, (len(kinds),), device=device)[of]
+                at = (torch.arange(size, device=device) + by[:, None]).clamp(0, size - 1)
+                shape = [len(of), *ones]
+                shape[dim] = size
+                pictures = pictures.take_along_dim(at.view(shape), dim)
+        if self.jitter:
+            gain, light = ((torch.rand(2, len(kinds), device=device) * 2 - 1) * self.jitter)[:, of]
+            pictures = (pictures - 0.5) * (1 + gain.view(-1, *ones)) + 0.5 + light.view(-1, *ones)
+        return pictures.clamp(0, 1)
+
+
+class Batches:
+    """Batches of a store for one policy. `share` of `shares` takes its part of each (several GPUs)."""
+
+    def __init__(
+        self, store: FrameStore, config: Any, prepare: Any, recipe: Recipe, seed: int, share: int = 0, shares: int = 1
+    ):
+        if recipe.episodes % shares:
+            raise RecipeError(f"episodes: got {recipe.episodes}, expected a multiple of the {shares} processes")
+        self.store, self.config, self.prepare, self.recipe, self.seed = store, config, prepare, recipe, seed
+        self.share, self.shares = share, shares
+        self.whole = recipe.scan == "episode" and recipe.memory != "none"
+        self.every = int(config.memory.update_every)
+        self.augment = Augment(recipe.shift, recipe.jitter)
+        dropped = int(getattr(config, "drop_n_last_frames", 0))
+        self.usable = (store.lengths - dropped).clamp_min(1)
+        self.pad = 32 if store.device.type == "cuda" else 1  # a scan is captured for each length; few are enough
+
+    def lengths(self) -> list[int]:
+        """Lengths to which batches of whole episodes are padded."""
+        return sorted({self._padded(n) for n in self.store.lengths.tolist()})
+
+    def _padded(self, length: int) -> int:
+        """Steps of the memory for an episode so long."""
+        steps = -(-length // self.every)
+        return -(-steps // self.pad) * self.pad
+
+    def targets(self, step: int) -> tuple[Tensor, Tensor]:
+        """(E,) episodes and (E, n) times, or for single frames (N, 1) of N episodes; on the CPU."""
+        recipe = self.recipe
+        if self.whole:
+            episodes = one_of(len(self.usable), recipe.episodes, step, self.seed, self.store.lengths)
+            times = spread(self.usable[episodes], recipe.targets, generator(self.seed, step, 1))
+        else:
+            ends = self.usable.cumsum(0)
+            frame = one_of(int(ends[-1]), recipe.batch, step, self.seed)
+            episodes = torch.searchsorted(ends, frame, right=True)
+            times = (frame - (ends - self.usable)[episodes])[:, None]
+        return episodes[self.share :: self.shares], times[self.share :: self.shares]
+
+    def at(self, step: int) -> Iterator[tuple[dict[str, Any], float]]:
+        """The batches of an update, each with its weight: one, or one a piece when the gradient is cut in time."""
+        episodes, times = (x.to(self.store.device) for x in self.targets(step))
+        if self.whole:
+            yield from self._pieces(episodes, times)
+            return
+        rows = self.store.starts[episodes] + times[:, 0]
+        batch = self.store.sample(rows, episodes, self.config)
+        for camera in self.store.cameras:
+            batch[camera] = self.augment(batch[camera], torch.arange(len(rows), device=rows.device))
+        yield self.prepare(batch), 1.0
+
+    def _pieces(self, episodes: Tensor, times: Tensor) -> Iterator[tuple[dict[str, Any], float]]:
+        lengths = (self.store.ends - self.store.starts)[episodes]
+        longest = self.every * self._padded(int(self.store.lengths[episodes.cpu()].max()))
+        size = self.every * -(-self.recipe.truncate // self.every) or longest
+        state = None
+        for begin in range(0, longest, size):
+            end = min(begin + size, longest)
+            batch, weight = self._piece(episodes, times, lengths, begin, end)
+            batch[EPISODES].state = state
+            yield batch, weight
+            state = batch[EPISODES].state  # the policy has put it there
+            if state is not None:
+                state = state._replace(cells={name: cell.detach() for name, cell in state.cells.items()})
+
+    def _piece(
+        self, episodes: Tensor, times: Tensor, lengths: Tensor, begin: int, end: int
+    ) -> tuple[dict[str, Any], float]:
+        """Frames begin..end of each episode, and the targets among them; with none, one that weighs nothing."""
+        store, device, every = self.store, self.store.device, self.every
+        first = store.starts[episodes][:, None]
+        row, column = ((times >= begin) & (times < end)).nonzero(as_tuple=True)
+        weight = len(row) / times.numel()
+        target = times[row, column]
+        if not len(row):
+            row, target = row.new_zeros(1), (lengths[:1] - 1).clamp_max(begin)
+        at = torch.arange(begin, end, every, device=device)  # the memory takes in these
+        written = first + torch.minimum(at, lengths[:, None] - 1)  # (E, T), rows of the store
+        before = torch.arange(1 - int(self.config.n_obs_steps), 1, device=device)
+        seen = first[row] + (target[:, None] + before).clamp_min(0)  # (N, s): the stock policy looks at these
+        rows, where = torch.cat([written.flatten(), seen.flatten()]).unique(return_inverse=True)
+        batch = self._stock(first[row, 0] + target, seen, episodes[row])
+        owner = torch.searchsorted(store.ends, rows, right=True)
+        for camera in store.cameras:
+            batch[camera] = self.augment(store.pictures(camera, rows), owner)
+        batch = self.prepare(batch)
+        here, there = where[: written.numel()].view(written.shape), where[written.numel() :].view(seen.shape)
+        batch[EPISODES] = Episodes(
+            pictures=[batch.pop(camera) for camera in store.cameras],
+            states=store.columns[OBS_STATE][rows],
+            written=here,
+            valid=at < lengths[:, None],
+            row=row,
+            time=(target - begin).div(every, rounding_mode="floor"),
+            seen=there,
+            taught=self._taught(len(rows), there),
+        )
+        return batch, weight
+
+    def _stock(self, rows: Tensor, seen: Tensor, episodes: Tensor) -> dict[str, Any]:
+        """What the stock policy gets beside pictures."""
+        batch: dict[str, Any] = {}
+        for name, column in self.store.columns.items():
+            if name == ACTION:
+                at, outside = self.store.reach(rows, episodes, self.config.action_delta_indices)
+                batch[name], batch[f"{name}_is_pad"] = column[at], outside
+            else:
+                batch[name] = column[seen].squeeze(1)
+        return batch
+
+    def _taught(self, count: int, seen: Tensor) -> Tensor | None:
+        """Frames through which the encoder learns: those the policy looks at, and of the others a share, each weighing the
+        more, so that on average the gradient is what it would be with all of them.
+        """
+        if self.recipe.taught == 1:
+            return None
+        weight = (torch.rand(count, device=seen.device) < self.recipe.taught).float() / self.recipe.taught
+        weight[seen.flatten()] = 1.0
+        return weight

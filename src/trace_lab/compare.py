@@ -1,0 +1,350 @@
+"""`tracemem compare`: tasks by methods by training seeds. Demonstrations are collected once a task, every method is trained
+and evaluated on the same episodes, several at once; what is finished is never done again. The work itself is done by
+`collect`, `train` and `eval`, each step a command that `runners` run; the tables are `stats`'.
+"""
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import tyro
+from rich.console import Console
+from rich.markdown import Markdown
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+
+from trace_bench.registry import TASKS, UnknownTaskError, load
+from trace_lab import packing, stats
+from trace_lab.collect import EPISODES, tell
+from trace_lab.recipe import POLICIES, Recipe, RecipeError, known, parse, recipe
+from trace_lab.run import Run, RunError, commit, differences, versions, write_json
+from trace_lab.runners import Here, OnRay
+
+RIVALS = ("gru", "transformer", "lru", "retrieval")
+ABLATIONS = ("current", "signature-only", "unrouted", "no-delta", "mean-read", "no-auxiliary")
+GROUPS = {
+    "main": ["act", "diffusion", "act+trace", "diffusion+trace"],
+    "rivals": [f"act+{name}" for name in RIVALS],
+    "ablations": [f"act+{name}" for name in ABLATIONS],
+}
+GROUPS["all"] = [f"{policy}+{name}" for policy in POLICIES for name in ("none", "trace", *RIVALS, *ABLATIONS)]
+POLL = 2.0  # seconds between two looks at how far everything is
+
+
+class CompareError(Exception):
+    """The comparison cannot begin; nothing was changed."""
+
+
+# -- what is to be done ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Step:
+    """A command, what must be done before it, and how to see whether it is done."""
+
+    name: str
+    kind: Literal["collect", "train", "eval"]
+    command: tuple[str, ...]
+    amount: int  # episodes or updates
+    progress: Callable[[], int] = field(compare=False)  # how many of them are done
+    after: str | None = None
+
+    @property
+    def done(self) -> bool:
+        """Whether nothing is left to do."""
+        return self.progress() >= self.amount
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All that decides the results."""
+
+    out: Path
+    tasks: tuple[str, ...]
+    methods: tuple[tuple[str, str], ...]  # policy, memory
+    seeds: tuple[int, ...]
+    preset: str
+    changes: tuple[str, ...]  # NAME=VALUE
+    demonstrations: int | None
+    size: int
+    episodes: int
+    data: Path
+
+    def made(self, policy: str, memory: str) -> Recipe:
+        """How a method is trained; the same for all but for the method itself."""
+        return recipe(self.preset, policy, memory, parse(self.changes))
+
+    @property
+    def fixed(self) -> dict[str, Any]:
+        """What all cells of a folder must share. Tasks, methods and seeds may be added to."""
+        return {
+            "preset": self.preset,
+            "changes": sorted(self.changes),
+            "demonstrations": self.demonstrations,
+            "size": self.size,
+        }
+
+
+def method(name: str) -> tuple[str, str]:
+    """`act`, `diffusion+gru`, ...: a policy and a memory, by name."""
+    from trace_memory.config import MEMORIES
+
+    policy, _, memory = name.partition("+")
+    return known("method", policy, POLICIES), known(f"method {policy}+", memory or "none", list(MEMORIES))
+
+
+def methods_of(names: Sequence[str]) -> tuple[tuple[str, str], ...]:
+    """Methods and groups of methods, each once."""
+    found = [method(each) for name in names for each in GROUPS.get(name, [name])]
+    return tuple(dict.fromkeys(found))
+
+
+def steps_of(plan: Plan, workers: int) -> list[Step]:
+    """The graph: collect a task; train each method and seed on it; evaluate what was trained."""
+    steps = []
+    for task in plan.tasks:
+        data, count = plan.data / task.lower(), plan.demonstrations or EPISODES[task]
+        steps.append(
+            Step(
+                f"{task}: collect",
+                "collect",
+                ("collect", task, "--episodes", str(count), "--size", str(plan.size), "--out", str(data)),
+                count,
+                lambda data=data: collected(data),  # type: ignore[misc]
+            )
+        )
+        for policy, memory in plan.methods:
+            for seed in plan.seeds:
+                steps += cell(plan, task, policy, memory, seed, data, workers)
+    return steps
+
+
+def cell(plan: Plan, task: str, policy: str, memory: str, seed: int, data: Path, workers: int) -> list[Step]:
+    """Training and evaluation of one method on one task with one seed."""
+    name = f"{task}: {policy}+{memory}, seed {seed}"
+    run = Run(plan.out / task.lower() / f"{policy}+{memory}" / f"seed{seed}")
+    train = (
+        *("train", str(data), "--out", str(run.folder), "--policy", policy, "--memory", memory),
+        *("--preset", plan.preset, "--seed", str(seed), "--cache", str(plan.data / "frames" / task.lower())),
+        *(("--set", *plan.changes) if plan.changes else ()),
+    )
+    place = run.folder / "evaluation" / task
+    evaluate = ("eval", str(run.folder), "--task", task, "--episodes", str(plan.episodes), "--workers", str(workers))
+    return [
+        Step(name, "train", train, plan.made(policy, memory).steps, lambda: trained(run), f"{task}: collect"),
+        Step(f"{name}, evaluation", "eval", evaluate, plan.episodes, lambda: evaluated(place), name),
+    ]
+
+
+def collected(data: Path) -> int:
+    """Episodes a dataset holds."""
+    note = data / "meta" / "trace_bench.json"
+    return int(json.loads(note.read_text())["episodes"]) if note.exists() and not (data / ".collect").exists() else 0
+
+
+def trained(run: Run) -> int:
+    """Updates after which there is a checkpoint."""
+    return (run.finished() or [0])[-1]
+
+
+def evaluated(place: Path) -> int:
+    """Episodes played to their end."""
+    results = place / "evaluation.jsonl"
+    return results.read_bytes().count(b"\n") if results.exists() else 0
+
+
+# -- doing it --------------------------------------------------------------------------------------------------------------
+
+
+def work(steps: list[Step], runner: Any, out: Path, console: Console) -> dict[str, Path]:
+    """Does what is not done, in order of need; returns the logs of steps that failed. Steps that need those are left."""
+    waiting = {step.name: step for step in steps if not step.done}
+    open_names = set(waiting)
+    running: dict[Future[int], Step] = {}
+    failed: dict[str, Path] = {}
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[news]}"))
+    with Progress(*columns, TimeRemainingColumn(), console=console) as progress:
+        bars = {kind: bar(progress, kind, steps) for kind in ("collect", "train", "eval")}
+        while waiting or running:
+            collecting = any(step.kind == "collect" for step in running.values())
+            for step in list(waiting.values()):
+                if step.after in failed:
+                    failed[step.name] = failed[step.after or ""]
+                    del waiting[step.name]
+                elif step.after not in open_names and not (step.kind == "collect" and collecting):
+                    collecting |= step.kind == "collect"  # it uses all cores: one at a time
+                    running[runner.submit(step.command, log_of(out, step))] = waiting.pop(step.name)
+            finished, _ = wait(running, timeout=POLL, return_when=FIRST_COMPLETED)
+            for future in finished:
+                step = running.pop(future)
+                open_names.discard(step.name)
+                if (code := future.result()) or not step.done:
+                    failed[step.name] = log_of(out, step)
+                    tell(console, f"{step.name} failed (exit code {code}): {last_words(log_of(out, step))}")
+            show(progress, bars, steps, list(running.values()))
+    return failed
+
+
+def bar(progress: Progress, kind: str, steps: list[Step]) -> TaskID:
+    """A bar for all steps of a kind."""
+    words = {"collect": "demonstrations", "train": "updates", "eval": "rollouts"}
+    return progress.add_task(words[kind], total=sum(step.amount for step in steps if step.kind == kind), news="")
+
+
+def show(progress: Progress, bars: dict[str, TaskID], steps: list[Step], running: list[Step]) -> None:
+    """How far everything is."""
+    for kind, task in bars.items():
+        now = [step.name for step in running if step.kind == kind]
+        news = f"{len(now)} begun" if now else ""
+        done = sum(min(step.amount, step.progress()) for step in steps if step.kind == kind)
+        progress.update(task, completed=done, news=news)
+
+
+def log_of(out: Path, step: Step) -> Path:
+    """Where a step's words go."""
+    plain = "".join(c if c.isalnum() or c in "+-" else "_" for c in step.name.lower())
+    return out / "logs" / f"{plain}.log"
+
+
+def last_words(log: Path) -> str:
+    """The last line of a log that says something."""
+    lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    return f"{lines[-1][:300]} ({log})" if lines else str(log)
+
+
+def fit(plan: Plan, out: Path, console: Console) -> int:
+    """How many trainings at once, by measurement on this machine; what was measured is kept in packing.json."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return 1  # a training uses all cores of a CPU by itself
+    note, device = out / "packing.json", packing.device_name()
+    rows = packing.load(note, device)
+    if rows is None:
+        task = plan.tasks[0]
+        with Here(1, os.cpu_count() or 1) as runner:
+            steps = [step for step in steps_of(plan, 1) if step.name == f"{task}: collect"]
+            if failed := work(steps, runner, out, console):
+                raise CompareError(f"{task} could not be collected: {last_words(next(iter(failed.values())))}")
+        policy, memory = plan.methods[-1]
+        names = [f"preset={plan.preset}", f"policy={policy}", f"memory={memory}", *plan.changes]
+        with console.status(f"measuring how many trainings at once are fastest here (kept in {note})"):
+            rows = packing.measure(plan.data / task.lower(), settings=names)
+        write_json(note, {"device": device, "settings": names, "rows": [vars(row) for row in rows]})
+    told = ", ".join(f"{row.count}: {row.total:,.0f} targets/s" for row in rows)
+    tell(console, f"trainings at once on {device}: {packing.choose(rows)} ({told})")
+    return packing.choose(rows)
+
+
+# -- the command -----------------------------------------------------------------------------------------------------------
+
+
+def check_folder(plan: Plan) -> None:
+    """The folder is new, or one of the same settings; then notes what was asked for."""
+    note = plan.out / "compare.json"
+    if note.exists():
+        before = json.loads(note.read_text())["fixed"]
+        if differ := differences(before, json.loads(json.dumps(plan.fixed))):
+            raise CompareError(
+                f"{plan.out} is a comparison with other settings ({'; '.join(differ)}); choose another --out, or the same "
+                "settings. Tasks, methods, seeds and rollouts may be added to"
+            )
+    elif plan.out.exists() and any(plan.out.iterdir()):
+        raise CompareError(f"{plan.out} is not empty and has no compare.json, expected a new folder")
+    plan.out.mkdir(parents=True, exist_ok=True)
+    recipes = {f"{policy}+{memory}": plan.made(policy, memory).to_dict() for policy, memory in plan.methods}
+    write_json(note, {"fixed": plan.fixed, "recipes": recipes, "commit": commit(), "versions": versions()})
+
+
+def tables(out: Path, console: Console) -> dict[str, Any]:
+    """Tables of all rollouts there are, as files and on the screen."""
+    reading = stats.read(out)
+    if not reading.rollouts:
+        return {}
+    made = stats.report(reading)
+    (out / "tables.md").write_text(stats.markdown(made))
+    write_json(out / "tables.json", stats.to_json(made))
+    console.print(Markdown(stats.markdown({"main": made["main"]})))
+    tell(console, f"Wrote {out / 'tables.md'} and {out / 'tables.json'}")
+    return stats.to_json(made)
+
+
+def compare(
+    *,
+    out: Path,
+    tasks: tuple[str, ...] = ("all",),
+    methods: tuple[str, ...] = ("main",),
+    seeds: tuple[int, ...] = (0,),
+    preset: str = "default",
+    set_: Annotated[tuple[str, ...], tyro.conf.arg(name="set", metavar="NAME=VALUE ...")] = (),
+    demonstrations: int | None = None,
+    size: int = 96,
+    episodes: int = 25,
+    data: Path | None = None,
+    runner: Literal["ray", "here"] = "ray",
+    address: str | None = None,
+    jobs: int | Literal["auto"] = "auto",
+    plan_only: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False,
+    json_: Annotated[bool, tyro.conf.arg(name="json"), tyro.conf.FlagCreatePairsOff] = False,
+) -> int:
+    """Compares memories: collects demonstrations, trains every method on every task, lets all do the same held-out episodes.
+
+    What is finished is never done again: stopped, killed or asked for more tasks, methods or seeds, the same command does
+    what is missing. Several trainings share a GPU, as many as are fastest together when measured there.
+
+    Args:
+        out: folder of the comparison: data, runs, logs, tables.md, tables.json.
+        tasks: tasks of the suite, or all.
+        methods: POLICY or POLICY+MEMORY, for instance act act+trace diffusion+gru; or main, rivals, ablations, all.
+        seeds: training seeds.
+        preset: of the recipe: default, paper or tiny.
+        set_: other numbers of the recipe, as for tracemem train.
+        demonstrations: episodes a task; the paper's numbers if not said.
+        size: width and height of the pictures, pixels.
+        episodes: held-out rollouts of each trained policy.
+        data: folder of the datasets; out/data if not said. Collections that are there are used.
+        runner: ray (this machine, or a cluster), or here: processes of this machine, without Ray.
+        address: of a Ray cluster whose machines share these folders; a Ray of our own if not said.
+        jobs: trainings at once on a GPU; auto measures.
+        plan_only: say what would be done, and do nothing.
+        json_: print the tables as JSON.
+    """
+    console = Console(stderr=True)
+    try:
+        names = tuple(TASKS) if "all" in tasks else tuple(dict.fromkeys(load(task).name for task in tasks))
+        out = out.absolute()  # other machines begin in other folders
+        chosen, place = methods_of(methods), (data or out / "data").absolute()
+        plan = Plan(
+            out, names, chosen, tuple(dict.fromkeys(seeds)), preset, set_, demonstrations, size, episodes, place
+        )
+        for policy, memory in chosen:
+            plan.made(policy, memory)
+        if isinstance(jobs, int) and jobs < 1:
+            raise CompareError(f"jobs: got {jobs}, expected 1 or more")
+        if plan_only:
+            for step in steps_of(plan, 1):
+                tell(console, f"{'done' if step.done else 'to do'}: {step.name}")
+            return 0
+        check_folder(plan)
+        begun = time.perf_counter()
+        count = fit(plan, out, console) if jobs == "auto" else jobs
+        share = max(1, (os.cpu_count() or 1) // count)
+        steps = steps_of(plan, share)
+        with Here(count, share) if runner == "here" else OnRay(count, share, address) as at_work:
+            failed = work(steps, at_work, out, console)
+        found = tables(out, console)
+    except (RecipeError, UnknownTaskError, CompareError, RunError, packing.PackingError, stats.LineError) as error:
+        print(f"tracemem compare: {error}", file=sys.stderr)  # noqa: T201
+        return 2
+    except KeyboardInterrupt:
+        print(f"tracemem compare: stopped. The same command goes on; finished work is in {out}", file=sys.stderr)  # noqa: T201
+        return 130
+    if json_:
+        print(json.dumps(found))  # noqa: T201
+    tell(console, f"{len(steps) - len(failed)} of {len(steps)} steps done, {time.perf_counter() - begun:.0f} s")
+    return 1 if failed else 0

@@ -1,0 +1,174 @@
+"""Every number of a training, as one frozen value (`Recipe`) with named presets. A run keeps the recipe it was made with;
+the loop that follows it is in `train`, the memories' own numbers are in `trace_memory.config`.
+"""
+
+import difflib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
+from typing import Any
+
+POLICIES = ("act", "diffusion")
+SCANS = ("episode", "budget")
+
+
+class RecipeError(ValueError):
+    """A recipe that makes no sense; the message names the field, what came and what was expected."""
+
+
+def known(what: str, value: str, names: Sequence[str]) -> str:
+    """The value, if it is one of these names; else an error with the nearest of them."""
+    if value in names:
+        return value
+    near = difflib.get_close_matches(value.lower(), names, n=1)
+    hint = f"did you mean {near[0]!r}?" if near else f"expected one of {', '.join(names)}"
+    raise RecipeError(f"{what}: there is no {value!r}; {hint}")
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How a policy is trained. A batch has `episodes` times `targets` targets, whatever the method."""
+
+    policy: str = "act"
+    memory: str = "trace"
+    scan: str = "episode"  # whole episodes, or the paper's "budget" of frames for each target
+    steps: int = 20_000  # updates
+    episodes: int = 8  # episodes in a batch
+    targets: int = 32  # targets of each
+    truncate: int = 0  # frames after which the gradient through time is cut; 0 is never
+    taught: float = 1.0  # share of frames that teach the encoder what to write; they count more in exchange
+    lr: float = 1e-4
+    backbone_lr: float = 1e-4
+    memory_lr: float = 1e-4
+    warmup: int = 200  # updates over which rates rise; then they fall along a cosine to a tenth
+    clip: float = 10.0  # largest norm of the gradient
+    precision: str = "auto"  # bf16 on a GPU, float32 elsewhere; or one of these words
+    shift: int = 0  # pixels by which pictures are moved at most, an episode alike
+    jitter: float = 0.0  # share by which brightness and contrast are changed at most, an episode alike
+    checkpoint: int = 1_000  # updates between checkpoints
+    policy_options: dict[str, Any] = field(default_factory=dict)  # of LeRobot's configuration
+    memory_options: dict[str, Any] = field(default_factory=dict)  # of `MemoryOptions`
+
+    def __post_init__(self) -> None:
+        from trace_memory.config import MEMORIES
+
+        known("policy", self.policy, POLICIES)
+        known("memory", self.memory, list(MEMORIES))
+        known("scan", self.scan, SCANS)
+        known("precision", self.precision, ("auto", "bf16", "float32"))
+        for name, least in {"steps": 1, "episodes": 1, "targets": 1, "truncate": 0, "warmup": 0, "shift": 0}.items():
+            if getattr(self, name) < least:
+                raise RecipeError(f"{name}: got {getattr(self, name)}, expected {least} or more")
+        for name in ("lr", "backbone_lr", "memory_lr", "clip", "checkpoint"):
+            if not getattr(self, name) > 0:
+                raise RecipeError(f"{name}: got {getattr(self, name)}, expected a positive number")
+        if not 0 < self.taught <= 1 or not 0 <= self.jitter < 1:
+            raise RecipeError(f"taught, jitter: got {self.taught}, {self.jitter}, expected (0, 1] and [0, 1)")
+        if self.truncate and self.scan == "budget":
+            raise RecipeError(f"truncate: got {self.truncate} with the budget scan, which has no long gradient to cut")
+
+    @property
+    def batch(self) -> int:
+        """Targets of one update."""
+        return self.episodes * self.targets
+
+    def rate(self, step: int) -> float:
+        """The factor on every learning rate at this update."""
+        import math
+
+        if step < self.warmup:
+            return (step + 1) / self.warmup
+        done = (step - self.warmup) / max(1, self.steps - self.warmup)
+        return 0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return asdict(self)
+
+
+OFFLINE = {"pretrained_backbone_weights": None}  # nothing is downloaded unless asked for
+ACT = OFFLINE | {"chunk_size": 40, "n_action_steps": 10}
+DIFFUSION = OFFLINE | {
+    "horizon": 32,
+    "n_action_steps": 10,
+    "noise_scheduler_type": "DDIM",
+    "num_inference_steps": 10,
+    "use_separate_rgb_encoder_per_camera": False,
+}
+SMALL_ACT = ACT | {
+    "dim_model": 128,
+    "n_heads": 4,
+    "dim_feedforward": 256,
+    "n_encoder_layers": 2,
+    "n_vae_encoder_layers": 1,
+}
+
+PRESETS: dict[str, dict[str, Recipe]] = {
+    "default": {
+        "act": Recipe(policy_options=ACT),
+        "diffusion": Recipe(policy="diffusion", policy_options=DIFFUSION),
+    },
+    # LeRobot's own sizes and the paper's memory
+    "paper": {
+        "act": Recipe(policy_options=OFFLINE, memory_options={"preset": "paper"}),
+        "diffusion": Recipe(
+            policy="diffusion",
+            policy_options=OFFLINE | {"use_separate_rgb_encoder_per_camera": False},
+            memory_options={"preset": "paper"},
+        ),
+    },
+    # for two CPU cores
+    "tiny": {
+        "act": Recipe(
+            steps=600, episodes=2, targets=16, warmup=50, lr=3e-4, backbone_lr=3e-4, memory_lr=1e-3, checkpoint=100,
+            policy_options=SMALL_ACT, memory_options={"preset": "tiny"},
+        ),
+        "diffusion": Recipe(
+            policy="diffusion", steps=600, episodes=2, targets=16, warmup=50, memory_lr=1e-3, checkpoint=100,
+            policy_options=DIFFUSION | {"down_dims": (64, 128)}, memory_options={"preset": "tiny"},
+        ),
+    },
+}  # fmt: skip
+
+
+def recipe(preset: str, policy: str, memory: str, changes: Mapping[str, Any]) -> Recipe:
+    """A preset for a policy and a memory, with some numbers changed; `policy.x` and `memory.x` are options of those."""
+    known("preset", preset, list(PRESETS))
+    base = replace(PRESETS[preset][known("policy", policy, POLICIES)], memory=memory)
+    own: dict[str, Any] = {}
+    nested = {"policy": dict(base.policy_options), "memory": dict(base.memory_options)}
+    types = {each.name: each.type for each in fields(Recipe)}
+    for name, value in changes.items():
+        group, _, option = name.partition(".")
+        if option:
+            nested[known("option", group, list(nested))][option] = value
+            continue
+        kind = types[known("option", name, [n for n in types if not n.endswith("_options")])]
+        own[name] = convert(name, value, {int: int, float: float, str: str}[kind])  # type: ignore[index]
+    return replace(base, **own, policy_options=nested["policy"], memory_options=nested["memory"])
+
+
+def convert(name: str, value: Any, kind: Callable[[Any], Any]) -> Any:
+    """A value of a kind, if it is one."""
+    right = isinstance(value, str) if kind is str else isinstance(value, int | float) and not isinstance(value, bool)
+    if not right or (kind is int and value != int(value)):
+        raise RecipeError(
+            f"{name}: got {value!r}, expected {'a word' if kind is str else getattr(kind, '__name__', '')}"
+        )
+    return kind(value)
+
+
+def parse(settings: Sequence[str]) -> dict[str, Any]:
+    """`name=value` words; a value is JSON, or a word."""
+    found = {}
+    for setting in settings:
+        name, equals, value = setting.partition("=")
+        if not equals or not name:
+            raise RecipeError(
+                f"--set: got {setting!r}, expected NAME=VALUE, for instance lr=3e-4 or policy.dim_model=256"
+            )
+        try:
+            found[name] = json.loads(value)
+        except json.JSONDecodeError:
+            found[name] = value
+    return found

@@ -1,0 +1,250 @@
+"""Many episodes of the suite at once: environments in worker processes (`Rows`), a LeRobot policy that answers for all of
+them together (`Pilot`), and the loop between the two (`play`). What becomes of the score sheets is `evaluate`'s business.
+"""
+
+import json
+import multiprocessing
+import threading
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, NamedTuple, Self
+
+import av
+import numpy as np
+from gymnasium.vector.utils import create_shared_memory, read_from_shared_memory, write_to_shared_memory
+from numpy.typing import NDArray
+
+from trace_bench.env import BenchEnv, Observation
+from trace_bench.robot import CHANNELS
+from trace_bench.world import RenderError
+from trace_lab.dataset import begin_worker
+from trace_lab.pictures import slug
+
+PATIENCE = 10.0  # seconds a worker has to end by itself
+Build = Callable[[], BenchEnv]  # must survive pickling
+
+
+class WorkerError(Exception):
+    """A worker died, or an environment in it failed."""
+
+
+class PolicyError(Exception):
+    """The policy gave an action that no robot can carry out."""
+
+
+class Begin(NamedTuple):
+    """The command to begin an episode. A film is named after the path given here, its outcome and `.mp4`."""
+
+    seed: int
+    film: Path | None = None
+
+
+Command = NDArray[np.float32] | Begin | None  # an action; a new episode; stand still
+
+
+class Film:
+    """A video that grows with its episode. It has its name only when it is finished."""
+
+    def __init__(self, path: Path, rate: int):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.path, self.temporary, self.frames = path, path.with_name(f"{path.name}.tmp"), 0
+        self.container = av.open(str(self.temporary), "w", format="mp4")
+        self.stream: Any = self.container.add_stream("h264", rate, options={"crf": "20", "preset": "veryfast"})
+        self.stream.thread_count, self.stream.pix_fmt = 1, "yuv420p"  # what every player plays
+        self.stream.time_base = Fraction(1, rate)
+
+    def add(self, picture: NDArray[np.uint8]) -> None:
+        """The next frame."""
+        self.stream.height, self.stream.width = picture.shape[:2]
+        frame = av.VideoFrame.from_ndarray(picture, format="rgb24")
+        frame.pts, self.frames = self.frames, self.frames + 1
+        self.container.mux(self.stream.encode(frame))
+
+    def finish(self, outcome: str) -> None:
+        """The episode is over."""
+        self.container.mux(self.stream.encode())
+        self.container.close()
+        self.temporary.rename(self.path.with_name(f"{self.path.name}-{slug(outcome)}.mp4"))
+
+
+class Row:
+    """One environment, and a film of its episode where one is wanted."""
+
+    def __init__(self, env: BenchEnv):
+        self.env = env
+        self.film: Film | None = None
+
+    def do(self, command: Command) -> tuple[Observation | None, str]:
+        """Carries out a command. Returns what is seen then (None: as before), and the score sheet if the episode ended."""
+        if command is None:
+            return None, ""
+        if isinstance(command, Begin):
+            observation, info = self.env.reset(seed=command.seed)
+            self.film = None if command.film is None else Film(command.film, self.env.profile.rate)
+        else:
+            observation, _, _, _, info = self.env.step(command)
+        sheet: str = info["scoring"]["record"]
+        if self.film is not None:
+            self.film.add(self.env.render())
+            if sheet:
+                self.film.finish(json.loads(sheet)["outcome"])
+        return observation, sheet
+
+
+def serve(pipe: Connection, build: Build, places: Sequence[int], memory: Any) -> None:
+    """A worker's life: rounds of commands for its rows, until the pipe is closed. A string instead of a list is an error."""
+    begin_worker(threading.Event())
+    rows: list[Row] = []
+    try:
+        rows += [Row(build()) for _ in places]
+        while True:
+            sheets = []
+            for row, place, command in zip(rows, places, pipe.recv(), strict=True):
+                observation, sheet = row.do(command)
+                if observation is not None:
+                    write_to_shared_memory(row.env.observation_space, place, observation, memory)  # type: ignore[arg-type]
+                sheets.append(sheet)
+            pipe.send(sheets)
+    except (EOFError, ConnectionError):  # nobody listens any more
+        pass
+    except RenderError as error:
+        pipe.send(str(error))
+    except Exception:
+        pipe.send(traceback.format_exc())
+    finally:
+        for row in rows:
+            row.env.close()
+
+
+class Rows:
+    """Environments in worker processes, several in each if there are more rows than workers. `observation` holds one array
+    for each thing observed, of all rows, and changes with every round: copy what must stay.
+    """
+
+    def __init__(self, build: Build, count: int, workers: int):
+        space, self.count = build().observation_space, count
+        context = multiprocessing.get_context("forkserver")  # GL does not survive a fork
+        self._memory = create_shared_memory(space, count, context)  # type: ignore[arg-type]
+        self.observation: Observation = read_from_shared_memory(space, self._memory, count)  # type: ignore[assignment]
+        self._workers: list[tuple[Any, Connection]] = []
+        for number in range(workers):
+            mine, theirs = context.Pipe()
+            places = range(number, count, workers)
+            process = context.Process(target=serve, args=(theirs, build, places, self._memory), daemon=True)
+            process.start()
+            theirs.close()  # so that the end of the worker is seen here
+            self._workers.append((process, mine))
+
+    def do(self, commands: Sequence[Command]) -> list[str]:
+        """One round of all rows at the same time. Returns a score sheet for each that ended its episode, else ''."""
+        sheets, number = [""] * self.count, 0
+        try:
+            for number, (_, pipe) in enumerate(self._workers):
+                pipe.send(list(commands[number :: len(self._workers)]))
+            for number, (_, pipe) in enumerate(self._workers):
+                reply = pipe.recv()
+                if isinstance(reply, str):
+                    raise WorkerError(reply.strip())
+                sheets[number :: len(self._workers)] = reply
+        except (EOFError, ConnectionError) as error:
+            process, _ = self._workers[number]
+            process.join(PATIENCE)
+            raise WorkerError(f"a worker died with exit code {process.exitcode} (out of memory?)") from error
+        return sheets
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *details: object) -> None:
+        for _, pipe in self._workers:
+            pipe.close()
+        for process, _ in self._workers:
+            process.join(PATIENCE)
+            if process.is_alive():
+                process.kill()
+                process.join()
+
+
+class Pilot:
+    """A LeRobot policy with its pipelines. Our policies notice a row that begins by its `episode_step`, which drops. The
+    stock ones, and an ensemble over time, keep one queue for all rows: these must begin together, after a reset.
+    """
+
+    def __init__(self, policy: Any, before: Any, after: Any):
+        from lerobot_policy_trace.remembering import Remembering
+
+        self.policy, self.before, self.after = policy, before, after
+        ensemble = getattr(policy.config, "temporal_ensemble_coeff", None) is not None
+        self.together = ensemble or not isinstance(policy, Remembering)
+
+    def reset(self) -> None:
+        """All rows begin anew."""
+        self.policy.reset()
+
+    def act(self, observation: Observation) -> NDArray[np.float32]:
+        """Actions (R, 17) for what all rows see, batched. Rows are independent, except that Diffusion draws the noise of all
+        of them at once: its actions depend on how many there are and on which of them is which.
+        """
+        import torch
+
+        with torch.inference_mode():
+            actions = self.after(self.policy.select_action(self.before(self.batch(observation))))
+        return actions.float().cpu().numpy()
+
+    def batch(self, observation: Observation) -> dict[str, Any]:
+        """A copy of the observation under LeRobot's names. Pictures travel as bytes and become numbers on the device."""
+        import torch
+
+        batch = {
+            "observation.state": torch.tensor(observation["agent_pos"]),
+            "observation.episode_step": torch.tensor(observation["episode_step"], dtype=torch.float32),
+        }
+        for camera, pictures in observation.get("pixels", {}).items():
+            moved = torch.from_numpy(pictures).to(self.policy.config.device).permute(0, 3, 1, 2)
+            batch[f"observation.images.{camera}"] = moved.contiguous().float() / 255
+        return batch
+
+
+@dataclass
+class Meter:
+    """Counts control steps of all rows, calls of the policy and the seconds these took."""
+
+    steps: int = 0
+    calls: int = 0
+    thinking: float = 0.0
+
+
+def play(rows: Rows, pilot: Pilot, episodes: Iterable[Begin], meter: Meter) -> Iterator[list[dict[str, Any]]]:
+    """Plays all episodes. Yields after every round the score sheets of those that ended in it, mostly none.
+
+    A row that has ended takes the next episode in the following round, while the others go on; meanwhile the pilot sees its
+    last frame, and what it answers is not used. When no episodes are left, or all must begin together, it stands still.
+    """
+    waiting, playing = deque(episodes), dict[int, Begin]()
+    while waiting or playing:
+        commands: list[Command] = [None] * rows.count
+        if playing:
+            started = time.perf_counter()
+            actions = pilot.act(rows.observation)
+            meter.thinking += time.perf_counter() - started
+            meter.calls, meter.steps = meter.calls + 1, meter.steps + len(playing)
+            for row, episode in playing.items():
+                if not (good := np.isfinite(actions[row])).all():
+                    where = f"seed {episode.seed}, step {rows.observation['episode_step'][row, 0]}"
+                    bad = ", ".join(np.array(CHANNELS)[~good])
+                    raise PolicyError(f"the policy's action is not finite in {bad} ({where})")
+                commands[row] = actions[row]
+        else:
+            pilot.reset()
+        if not playing or not pilot.together:
+            for row in sorted(set(range(rows.count)) - set(playing))[: len(waiting)]:
+                commands[row] = playing[row] = waiting.popleft()
+        sheets = rows.do(commands)
+        playing = {row: episode for row, episode in playing.items() if not sheets[row]}
+        yield [json.loads(sheet) for sheet in sheets if sheet]

@@ -1,0 +1,187 @@
+"""The folder of a training: what it was asked to do (`run.json`), its metrics as they come, its checkpoints, its curves.
+Written so that a process may die at any moment: a checkpoint is there as a whole or not at all. What is in one is `train`'s
+matter.
+"""
+
+import fcntl
+import json
+import os
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+KEPT = 2  # checkpoints that stay: if the newest should ever turn out bad, there is one before it
+
+
+class RunError(Exception):
+    """The run cannot begin or go on; what it has stays as it is."""
+
+
+def commit() -> str | None:
+    """The commit of this source, with a plus if there are changes beside it; None outside of a repository."""
+    here = Path(__file__).parent
+    try:
+        found = subprocess.run(
+            ["git", "describe", "--always", "--abbrev=40", "--dirty=+"], cwd=here, capture_output=True, text=True
+        )
+    except OSError:
+        return None
+    return found.stdout.strip() or None if found.returncode == 0 else None
+
+
+def versions() -> dict[str, str]:
+    """Of what a result may depend on."""
+    return {name: metadata.version(name) for name in ("lerobot_policy_trace", "lerobot", "torch")}
+
+
+def differences(before: dict[str, Any], now: dict[str, Any], name: str = "") -> list[str]:
+    """Fields in which two descriptions differ, with both values."""
+    found = []
+    for key in sorted({*before, *now}):
+        a, b, full = before.get(key), now.get(key), f"{name}{key}"
+        if isinstance(a, dict) and isinstance(b, dict):
+            found += differences(a, b, f"{full}.")
+        elif a != b:
+            found.append(f"{full} was {a!r}, now {b!r}")
+    return found
+
+
+@dataclass
+class Run:
+    """One training's folder."""
+
+    folder: Path
+
+    @classmethod
+    def begin(cls, folder: Path, asked: dict[str, Any]) -> "Run":
+        """The run that was asked for: a new one, or the one that is there, if it was asked for the same."""
+        run, note = cls(folder), folder / "run.json"
+        asked = json.loads(json.dumps(asked))
+        if note.exists():
+            before = json.loads(note.read_text())["asked"]
+            if differ := differences(before, asked):
+                raise RunError(
+                    f"{folder} is a run of other settings ({'; '.join(differ[:4])}"
+                    f"{f'; and {len(differ) - 4} more' if len(differ) > 4 else ''}). Nothing was changed: choose another "
+                    "--out, or ask for the same"
+                )
+            return run
+        if folder.exists() and (not folder.is_dir() or any(each.name != "lock" for each in folder.iterdir())):
+            raise RunError(f"{folder} is not empty and has no run.json, expected a new folder or one of tracemem train")
+        run.checkpoints.mkdir(parents=True, exist_ok=True)
+        easy = {name: asked[name] for name in ("task", "seed") if name in asked}
+        write_json(note, easy | {"asked": asked, "commit": commit(), "versions": versions()})
+        return run
+
+    @property
+    def checkpoints(self) -> Path:
+        """Where they are, named as LeRobot names them."""
+        return self.folder / "checkpoints"
+
+    @property
+    def metrics(self) -> Path:
+        """One json line every few updates."""
+        return self.folder / "metrics.jsonl"
+
+    def finished(self) -> list[int]:
+        """Updates after which there is a checkpoint, oldest first."""
+        if not self.checkpoints.exists():
+            return []
+        return sorted(int(p.name) for p in self.checkpoints.iterdir() if p.name.isdigit() and not p.is_symlink())
+
+    def checkpoint(self, step: int) -> Path:
+        """Its folder."""
+        return self.checkpoints / f"{step:06d}"
+
+    def save(self, step: int, write: Callable[[Path], None]) -> None:
+        """A checkpoint, put in place when it is whole; then `last` points to it, and old ones go."""
+        if self.checkpoint(step).exists():
+            return
+        unfinished = self.checkpoints / "unfinished"
+        shutil.rmtree(unfinished, ignore_errors=True)
+        try:
+            unfinished.mkdir()
+            write(unfinished)
+        except OSError as error:
+            shutil.rmtree(unfinished, ignore_errors=True)
+            left = (
+                f"the checkpoint of update {self.finished()[-1]} is intact" if self.finished() else "there is none yet"
+            )
+            raise RunError(
+                f"{self.folder}: the checkpoint of update {step} could not be written ({error}); {left}. Make room and call "
+                "again"
+            ) from error
+        unfinished.rename(self.checkpoint(step))
+        link = self.checkpoints / "last.new"
+        link.unlink(missing_ok=True)
+        link.symlink_to(self.checkpoint(step).name)
+        link.replace(self.checkpoints / "last")
+        for old in self.finished()[:-KEPT]:
+            shutil.rmtree(self.checkpoint(old))
+
+    def log(self, line: dict[str, Any]) -> None:
+        """One line more."""
+        with self.metrics.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+
+    def lines(self) -> list[dict[str, Any]]:
+        """What was logged; a last line that was cut off does not count."""
+        found = []
+        for line in self.metrics.read_text().splitlines() if self.metrics.exists() else []:
+            try:
+                found.append(json.loads(line))
+            except json.JSONDecodeError:
+                break
+        return found
+
+    def forget_after(self, step: int) -> None:
+        """Drops the lines of updates that are done again."""
+        kept = [line for line in self.lines() if line["step"] <= step]
+        temporary = self.metrics.with_suffix(".tmp")
+        temporary.write_text("".join(json.dumps(line) + "\n" for line in kept))
+        temporary.replace(self.metrics)
+
+    def draw(self) -> None:
+        """The curves, as a picture."""
+        import matplotlib as mpl
+
+        mpl.use("Agg")
+        from matplotlib import pyplot as plt
+
+        lines = self.lines()
+        names = [name for name in lines[0] if name not in {"step", "seconds"}] if lines else []
+        if not names:
+            return
+        figure, axes = plt.subplots(1, len(names), figsize=(3.2 * len(names), 2.8), squeeze=False, layout="constrained")
+        for name, axis in zip(names, axes[0], strict=True):
+            axis.plot([line["step"] for line in lines], [line.get(name) for line in lines], linewidth=1)
+            axis.set_title(name, fontsize=9)
+            axis.set_xlabel("updates", fontsize=8)
+            axis.tick_params(labelsize=7)
+            if name == "loss":
+                axis.set_yscale("log")
+        figure.savefig(self.folder / "curves.png", dpi=110)
+        plt.close(figure)
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Keeps a second training out; the lock ends with the process, however it ends."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with (self.folder / "lock").open("w") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                raise RunError(f"{self.folder}: another tracemem train is at work there") from error
+            yield
+
+
+def write_json(path: Path, content: Any) -> None:
+    """A file, there as a whole or not at all."""
+    temporary = path.with_name(f"{path.name}.{os.getpid()}")
+    temporary.write_text(json.dumps(content, indent=1) + "\n")
+    temporary.replace(path)

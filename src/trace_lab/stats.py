@@ -1,0 +1,400 @@
+"""From rollout lines (`evaluation.jsonl`) to numbers and tables: progress with bootstrap errors, averages without one
+task, failures, branch accuracy. It only reads; it runs no rollout, writes no file and imports no learning library.
+"""
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from reprlib import repr as short
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trace_bench.referee import Decision, Outcome, Record
+from trace_bench.registry import TASKS
+
+FILE = "evaluation.jsonl"
+RESAMPLES = 5000  # the error of a standard error is then 1 %
+ONCE = ("policy", "memory", "training_seed", "task", "split", "seed", "cue", "delay")  # what tells rollouts apart
+DASH = "—"
+MEMORIES = {  # beside none and trace, in the order of the rows; spelled out, because trace_memory would import torch
+    "gru": "GRU",
+    "transformer": "transformer context",
+    "lru": "LRU slots",
+    "retrieval": "retrieval prompt",
+    "current": "current observation",
+    "signature-only": "signature only",
+    "unrouted": "unrouted slots",
+    "no-delta": "no delta key",
+    "mean-read": "mean readout",
+    "no-auxiliary": "no auxiliary losses",
+}
+OURS = ("trace", "signature-only", "unrouted", "no-delta", "mean-read", "no-auxiliary")  # TRACE and parts of it
+type Method = tuple[str, str]  # policy, memory
+type Cells = dict[str, dict[int, NDArray[np.float64]]]  # task, training seed: progress of each rollout in percent
+type Check = tuple[Callable[[Any], bool], str]  # whether a value will do, and what would
+type Show = Callable[[Any], str]
+NAMES: dict[Method, str] = {
+    ("act", "none"): "ACT",
+    ("diffusion", "none"): "Diffusion Policy",
+    ("act", "trace"): "TRACE Regression",
+    ("diffusion", "trace"): "TRACE Diffusion",
+    **{("act", memory): f"ACT + {words}" for memory, words in MEMORIES.items()},
+    **{("diffusion", memory): f"Diffusion + {words}" for memory, words in MEMORIES.items()},
+}
+
+
+class LineError(ValueError):
+    """A line that is not a rollout: says where, what came and what was expected."""
+
+    def __init__(self, where: str, got: object, expected: str) -> None:
+        super().__init__(f"{where}: got {got}, expected {expected}")
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """One line: the score sheet, and whose it is."""
+
+    method: Method
+    training_seed: int
+    record: Record
+
+
+@dataclass(frozen=True)
+class Reading:
+    """Rollouts, and a note for everything that was left out."""
+
+    rollouts: tuple[Rollout, ...]
+    notes: tuple[str, ...] = ()
+
+
+def _one_of(words: Iterable[str]) -> Check:
+    known = list(dict.fromkeys(words))
+    return lambda v: v in known, f"one of {', '.join(known)}"
+
+
+COUNT: Check = (lambda v: type(v) is int and v >= 0, "an integer from 0")  # true is no number here
+STEP: Check = (lambda v: v is None or COUNT[0](v), "an integer from 0, or null")
+TEXT: Check = (lambda v: isinstance(v, str) and v != "", "a name")
+LINE: dict[str, Check] = {
+    "policy": _one_of(policy for policy, _ in NAMES),
+    "memory": _one_of(memory for _, memory in NAMES),
+    "task": _one_of(TASKS),
+    "split": TEXT,
+    **dict.fromkeys(("training_seed", "seed", "cue", "delay", "steps", "drops"), COUNT),
+    "cue_gone": STEP,
+    "stages": (lambda v: isinstance(v, dict) and v != {} and all(map(STEP[0], v.values())), "a step or null by stage"),
+    "decisions": (lambda v: isinstance(v, list) and v != [], "a list of at least one decision"),
+    "progress": (lambda v: type(v) in (int, float) and 0 <= v <= 1, "a number from 0 to 1"),
+    "outcome": _one_of(Outcome),
+}
+DECISION: dict[str, Check] = {
+    "name": TEXT,
+    "answer": COUNT,
+    **dict.fromkeys(("frame", "step", "choice"), STEP),
+    "correct": (lambda v: v is None or isinstance(v, bool), "true, false or null"),
+}
+
+
+def _checked(row: Any, checks: dict[str, Check], where: str) -> dict[str, Any]:
+    if not isinstance(row, dict):
+        raise LineError(where, short(row), f"an object with {', '.join(checks)}")
+    for name, (fits, expected) in checks.items():
+        if name not in row or not fits(row[name]):
+            raise LineError(f"{where}: {name}", short(row[name]) if name in row else "nothing", expected)
+    return row
+
+
+def rollout(row: Any, where: str) -> Rollout:
+    """A decoded line, checked. `where` begins the message of an error; further fields are allowed and not read."""
+    line, decisions = _checked(row, LINE, where), []
+    for number, each in enumerate(line["decisions"]):
+        place = f"{where}: decisions[{number}]"
+        values = _checked(each, DECISION, place)
+        decision = Decision(**{known.name: values[known.name] for known in fields(Decision)})
+        if values["correct"] is not decision.correct:
+            raise LineError(f"{place}: correct", values["correct"], f"{decision.correct} by choice and answer")
+        decisions.append(decision)
+    typed = line | {"decisions": decisions, "outcome": Outcome(line["outcome"])}
+    record = Record(**{known.name: typed[known.name] for known in fields(Record)})
+    if abs(line["progress"] - record.progress) > 1e-6:
+        raise LineError(f"{where}: progress", line["progress"], f"{record.progress}, the share of stages done")
+    return Rollout((line["policy"], line["memory"]), line["training_seed"], record)
+
+
+def read(*paths: Path) -> Reading:
+    """All rollouts of these files, and of every `evaluation.jsonl` in or below these folders.
+
+    A last line that is not whole JSON is what a killed run leaves: it is left out with a note. Anything else that is
+    wrong raises `LineError`; so does a rollout met twice, which would pass for more evidence than there is.
+    """
+    files: dict[Path, Path] = {}
+    for path in paths:
+        found = sorted(path.rglob(FILE)) if path.is_dir() else [path]
+        if not found:
+            raise LineError(str(path), "a folder without rollouts", f"{FILE} in or below it")
+        files |= {file.resolve(): file for file in found}
+    rollouts, notes, places = [], [], dict[tuple[Any, ...], str]()
+    for file in files.values():
+        lines = file.read_bytes().splitlines()
+        for number, line in enumerate(lines, start=1):
+            where = f"{file}:{number}"
+            try:
+                row = json.loads(line)
+            except ValueError as error:
+                if number < len(lines):
+                    raise LineError(where, short(line), f"one JSON object a line ({error})") from error
+                notes.append(f"{where}: torn last line left out ({len(line)} bytes): the run ended while writing it")
+                continue
+            rollouts.append(rollout(row, where))
+            key = tuple(row[name] for name in ONCE)
+            if places.setdefault(key, where) != where:
+                raise LineError(f"{where}: seed", f"the episode of {places[key]} again", "each rollout once")
+    return Reading(tuple(rollouts), tuple(notes))
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A mean in percent, its bootstrap standard error and 95 % interval; without error where a cell has one rollout."""
+
+    mean: float
+    se: float | None = None
+    low: float | None = None
+    high: float | None = None
+
+
+@dataclass(frozen=True)
+class Share:
+    """`count` of `of`, in percent, with its 95 % Wilson interval."""
+
+    count: int
+    of: int
+    percent: float
+    low: float
+    high: float
+
+
+def estimate(terms: Sequence[tuple[float, NDArray[np.float64]]]) -> Estimate:
+    """A weighted sum of the means of independent samples, each resampled within itself. Every mean, average and
+    difference here is such a sum; the same samples give the same numbers to the last bit.
+    """
+    from scipy.stats import bootstrap  # takes seconds to import
+
+    weights, samples = zip(*terms, strict=True)
+
+    def total(*drawn: NDArray[np.float64], axis: int = -1) -> Any:
+        return sum(weight * np.mean(sample, axis=axis) for weight, sample in zip(weights, drawn, strict=True))
+
+    mean = float(total(*samples))
+    if any(sample.size < 2 for sample in samples):
+        return Estimate(mean)
+    if all(np.ptp(sample) == 0 for sample in samples):  # resampling would only add rounding errors
+        return Estimate(mean, 0.0, mean, mean)
+    rng, many = np.random.default_rng(0), {"n_resamples": RESAMPLES, "batch": 500}  # a batch bounds the memory
+    drawn = bootstrap(samples, total, **many, vectorized=True, paired=False, method="percentile", rng=rng)
+    return Estimate(mean, float(drawn.standard_error), *map(float, drawn.confidence_interval))
+
+
+def share(hits: Iterable[bool]) -> Share | None:
+    """How many of them are true; None of none."""
+    from scipy.stats import binomtest
+
+    each = list(hits)
+    if not each:
+        return None
+    low, high = binomtest(sum(each), len(each)).proportion_ci(method="wilson")
+    return Share(sum(each), len(each), 100 * sum(each) / len(each), 100 * float(low), 100 * float(high))
+
+
+def cells(rollouts: Iterable[Rollout]) -> Cells:
+    """Progress of one method's rollouts, sorted at every level: the order of the lines changes nothing."""
+    found: dict[str, dict[int, list[float]]] = {task: {} for task in TASKS}
+    for each in rollouts:
+        found[each.record.task].setdefault(each.training_seed, []).append(100 * each.record.progress)
+    return {task: {s: np.sort(seeds[s]) for s in sorted(seeds)} for task, seeds in found.items() if seeds}
+
+
+def _terms(own: Cells, tasks: Sequence[str], sign: int = 1) -> list[tuple[float, NDArray[np.float64]]]:
+    """A task weighs as much as any other, and so does a training seed within it. Nothing if one of the tasks lacks."""
+    weights = {task: sign / len(tasks) / len(own[task]) for task in tasks if task in own}
+    return [(weights[t], sample) for t in weights for sample in own[t].values()] if len(weights) == len(tasks) else []
+
+
+def average(own: Cells, tasks: Sequence[str]) -> Estimate | None:
+    """The task-balanced mean of a method: the mean of its task means. None if it lacks one of the tasks."""
+    terms = _terms(own, tasks)
+    return estimate(terms) if terms else None
+
+
+def difference(first: Cells, second: Cells, tasks: Sequence[str]) -> Estimate | None:
+    """Task-balanced mean of the first method minus that of the second. None if either lacks one of the tasks."""
+    plus, minus = _terms(first, tasks), _terms(second, tasks, -1)
+    return estimate(plus + minus) if plus and minus else None
+
+
+def seed_spread(own: Cells, tasks: Sequence[str]) -> float | None:
+    """Standard deviation over training seeds of the task-balanced mean; of seeds (two or more) that have every task."""
+    seeds = sorted(set.intersection(*(set(own.get(task, ())) for task in tasks)))
+    means = [np.mean([own[task][seed].mean() for task in tasks]) for seed in seeds]
+    return float(np.std(means, ddof=1)) if len(means) > 1 else None
+
+
+def failures(records: Sequence[Record]) -> dict[str, Share | None]:
+    """How often each outcome came."""
+    return {str(outcome): share(each.outcome == outcome for each in records) for outcome in Outcome}
+
+
+def branches(records: Sequence[Record]) -> dict[str, Share | None]:
+    """Branch accuracy, apart from progress. A branch is decided when its lamp was lit and an option was then taken.
+
+    Decided branches right: of all decided branches, those that follow the cue. The interval takes them as independent.
+    Rollouts that reach a branch: of all rollouts, those in which the lamp of the first branch was lit.
+    Rollouts that decide, none wrong: of the rollouts with a decided branch, those in which all decided ones are right.
+        Guessing, it falls with the number of branches, so it compares methods, not tasks.
+    """
+    decided = [[d.correct for d in each.decisions if d.frame is not None and d.choice is not None] for each in records]
+    return {
+        "Decided branches right": share(hit is True for hits in decided for hit in hits),
+        "Rollouts that reach a branch": share(each.decisions[0].frame is not None for each in records),
+        "Rollouts that decide, none wrong": share(all(hits) for hits in decided if hits),
+    }
+
+
+def chance(records: Iterable[Record]) -> float | None:
+    """Percentage of one task's branches that a guess gets right: one of the answers met. None if only one was met."""
+    answers = {decision.answer for each in records for decision in each.decisions}
+    return 100 / len(answers) if len(answers) > 1 else None
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows of values under headings that know how a value reads; None is missing. The first note is the caption."""
+
+    title: str
+    columns: dict[str, Show]
+    rows: list[tuple[Any, ...]]
+    notes: tuple[str, ...] = ()
+    bold: tuple[str, ...] = ()  # columns whose largest mean is
+
+
+COUNTED: Show = "{0.count} ({0.percent:.0f} %)".format
+RATE: Show = "{0.percent:.1f} [{0.low:.1f}, {0.high:.1f}] ({0.count}/{0.of})".format
+
+
+def _score(value: Estimate, digits: int = 1) -> str:
+    return f"{value.mean:.{digits}f} ± {DASH if value.se is None else f'{value.se:.{digits}f}'}"
+
+
+def _interval(value: Estimate) -> str:
+    return DASH if value.low is None else f"[{value.low:.2f}, {value.high:.2f}]"
+
+
+def _missing(methods: dict[Method, Cells], tasks: Sequence[str]) -> Iterator[str]:
+    if absent := ", ".join(task for task in TASKS if task not in tasks):
+        yield f"Averages are over {len(tasks)} of the suite's {len(TASKS)} tasks; no rollouts of {absent}."
+    for method, own in methods.items():
+        seeds = {seed for task in own.values() for seed in task}
+        lacking = [task for task in tasks if task not in own]
+        lacking += [f"{task} with training seed {s}" for task in own for s in sorted(seeds - set(own[task]))]
+        if lacking:
+            no_average = ", hence no average" if len(own) < len(tasks) else ""
+            yield f"{NAMES[method]}: no rollouts of {', '.join(lacking)}{no_average}."
+
+
+def _averages(title: str, methods: dict[Method, Cells], over: Mapping[str, Sequence[str]], show: Show) -> Table:
+    """Under each heading, every method's average over these tasks."""
+    rows = [(NAMES[method], *(average(own, some) for some in over.values())) for method, own in methods.items()]
+    return Table(title, {"Method": str} | dict.fromkeys(over, show), rows, bold=tuple(over))
+
+
+def _main(methods: dict[Method, Cells], tasks: Sequence[str], left_out: Sequence[str]) -> Table:
+    over = {task: [task] for task in tasks} | {"Average": tasks}
+    table = _averages("Main results: mean stage progress (%) ± SE", methods, over, _score)
+    spreads = [seed_spread(own, tasks) for own in methods.values()]
+    if any(spread is not None for spread in spreads):
+        columns = table.columns | {"SD over training seeds": "{:.1f}".format}
+        table = replace(table, columns=columns, rows=[(*row, s) for row, s in zip(table.rows, spreads, strict=True)])
+    return replace(table, notes=(*_missing(methods, tasks), *left_out))
+
+
+def _tool(methods: dict[Method, Cells], tasks: Sequence[str], reference: Method | None) -> Table:
+    title, rest = "Tool, and averages without it (%)", [task for task in tasks if task != "Tool"]
+    if "Tool" not in tasks:
+        return Table(title, {}, [], ("Left out: there are no Tool rollouts.",))
+    dropped = {method: average(own, rest) for method, own in methods.items()}
+    others = {method: found.mean for method, found in dropped.items() if found and method[1] not in OURS}
+    against = reference or max(others, key=others.__getitem__, default=None)
+    columns: dict[str, Show] = {
+        "Method": str,
+        "Tool mean ± SE": lambda v: _score(v, 2),
+        "Tool 95 % interval": _interval,
+        "Drop-Tool average": lambda v: f"{v.mean:.2f} {_interval(v)}",
+        f"Drop-Tool gap vs. {NAMES[against] if against else DASH}": lambda v: f"{v.mean:+.2f} {_interval(v)}",
+    }
+    gaps = {m: difference(own, methods[against], rest) for m, own in methods.items() if against and m != against}
+    rows = [(NAMES[m], *[average(own, ["Tool"])] * 2, dropped[m], gaps.get(m)) for m, own in methods.items()]
+    return Table(title, columns, rows)
+
+
+def _span(numbers: Iterable[int]) -> str:
+    each = sorted(set(numbers))
+    return str(each[0]) if len(each) == 1 else f"{each[0]} to {each[-1]}"
+
+
+def report(reading: Reading, reference: Method | None = None) -> dict[str, Table]:
+    """All tables by key; what was left out in reading is noted under the first. `reference` is whom the drop-Tool gap
+    is against: by default the method with the best drop-Tool average that is neither TRACE nor a part of it.
+    """
+    rollouts = reading.rollouts
+    methods = {m: own for m in NAMES if (own := cells(each for each in rollouts if each.method == m))}
+    if not methods or reference not in {None, *methods}:
+        raise ValueError(f"rollouts: got those of {list(methods)}, expected some, and of the reference {reference}")
+    tasks = [task for task in TASKS if any(task in own for own in methods.values())]
+    keys = [(method, task) for method, own in methods.items() for task in own]
+    sheets = {key: [each.record for each in rollouts if (each.method, each.record.task) == key] for key in keys}
+    guess = {task: chance(each.record for each in rollouts if each.record.task == task) for task in tasks}
+    failed = [(NAMES[method], task, *failures(some).values()) for (method, task), some in sheets.items()]
+    branched = [(NAMES[m], task, guess[task], *branches(some).values()) for (m, task), some in sheets.items()]
+    lead: dict[str, Show] = {"Method": str, "Task": str}
+    rates = lead | {"Chance": "{:.1f}".format} | dict.fromkeys(branches([]), RATE)
+    left = {"All tasks": tasks} | {f"Drop {task}": [other for other in tasks if other != task] for task in tasks}
+    tables = {
+        "main": _main(methods, tasks, reading.notes),
+        "leave_one_task_out": _averages("Leave-one-task-out averages (%)", methods, left, "{0.mean:.2f}".format),
+        "tool": _tool(methods, tasks, reference),
+        "failures": Table("Failure taxonomy: rollouts (share)", lead | dict.fromkeys(failures([]), COUNTED), failed),
+        "branches": Table("Branch accuracy (%) with Wilson 95 % intervals", rates, branched),
+    }
+    sizes = _span(len(sample) for own in methods.values() for seeds in own.values() for sample in seeds.values())
+    trained = _span(len({seed for seeds in own.values() for seed in seeds}) for own in methods.values())
+    caption = (
+        f"{len(rollouts)} rollouts: {sizes} a method, task and training seed. Training seeds a method: {trained}. "
+        f"Split: {', '.join(sorted({each.record.split for each in rollouts}))}."
+    )
+    return {key: replace(table, notes=(caption, *table.notes)) for key, table in tables.items()}
+
+
+def markdown(tables: dict[str, Table]) -> str:
+    """The tables as Markdown: the best of a column bold, caption and notes below."""
+    blocks = []
+    for table in tables.values():
+        shows, headings = table.columns.values(), list(table.columns)
+        grid = [[DASH if v is None else show(v) for show, v in zip(shows, row, strict=True)] for row in table.rows]
+        for index in map(headings.index, table.bold):
+            means = {number: row[index].mean for number, row in enumerate(table.rows) if row[index] is not None}
+            for number in (n for n, mean in means.items() if mean > max(means.values()) - 1e-9):
+                grid[number][index] = f"**{grid[number][index]}**"
+        lines = [f"| {' | '.join(line)} |" for line in (headings, ["---"] * len(headings), *grid)]
+        blocks += [f"## {table.title}", *(["\n".join(lines)] if grid else []), *table.notes]
+    return "\n\n".join(blocks) + "\n"
+
+
+def to_json(tables: dict[str, Table]) -> dict[str, Any]:
+    """The same as plain values: title, rows by heading and notes of each table."""
+    whole = {}
+    for key, table in tables.items():
+        rows = [dict(zip(table.columns, row, strict=True)) for row in table.rows]
+        whole[key] = {"title": table.title, "rows": rows, "notes": table.notes}
+    return dict(json.loads(json.dumps(whole, default=asdict)))  # tuples become lists

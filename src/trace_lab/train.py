@@ -1,0 +1,382 @@
+"""`tracemem train`: a policy, with a memory or without, on a LeRobot dataset. It can be killed at any moment and goes on
+where its last checkpoint was, to the same weights (bit for bit on a CPU). Batches are made in `batches`, frames are kept in
+`frames`, the folder is `run`'s; checkpoints are those of the LeRobot plug-in.
+"""
+
+import contextlib
+import json
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import tyro
+from accelerate import Accelerator
+from accelerate.utils import DistributedDataParallelKwargs
+from lerobot.configs import FeatureType, PolicyFeature
+from lerobot.configs.policies import PreTrainedConfig
+from lerobot.policies.factory import get_policy_class, make_pre_post_processors
+from lerobot.utils.constants import ACTION, IMAGENET_STATS
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from torch import Tensor
+
+import lerobot_policy_trace  # noqa: F401  (registers the policies)
+from lerobot_policy_trace.configuration_trace import MemoryOptions
+from lerobot_policy_trace.paths import DatasetError
+from trace_lab.backbone import quicken
+from trace_lab.batches import Batches, generator
+from trace_lab.frames import FramesError, FrameStore, fingerprint, open_dataset, open_frames
+from trace_lab.recipe import Recipe, RecipeError, parse, recipe
+from trace_lab.run import Run, RunError
+from trace_memory.graphs import GraphedScan
+from trace_memory.memory import Readout
+
+LOG = 20  # updates between two lines of metrics
+
+
+class Stopped(Exception):  # noqa: N818
+    """Asked to stop; everything is saved."""
+
+
+# -- what is trained -------------------------------------------------------------------------------------------------------
+
+
+def configuration(made: Recipe, meta: Any, device: str) -> Any:
+    """The plug-in's configuration for a dataset."""
+    inputs = {}
+    for name, feature in meta.features.items():
+        if feature["dtype"] == "video":
+            height, width, colours = feature["shape"]
+            inputs[name] = PolicyFeature(FeatureType.VISUAL, (colours, height, width))
+        elif name == "observation.state":
+            inputs[name] = PolicyFeature(FeatureType.STATE, tuple(feature["shape"]))
+        elif name == "observation.environment_state":
+            inputs[name] = PolicyFeature(FeatureType.ENV, tuple(feature["shape"]))
+    output = {ACTION: PolicyFeature(FeatureType.ACTION, tuple(meta.features[ACTION]["shape"]))}
+    rates: dict[str, Any] = {"optimizer_lr": made.lr}
+    if made.policy == "act":
+        rates["optimizer_lr_backbone"] = made.backbone_lr
+    memory_rates = {"lr": made.memory_lr, "adapter_lr": made.memory_lr}
+    kind = PreTrainedConfig.get_choice_class(f"trace_{made.policy}")
+    try:
+        memory = MemoryOptions(name=made.memory, **(memory_rates | made.memory_options))
+        return kind(
+            input_features=inputs,
+            output_features=output,
+            device=device,
+            push_to_hub=False,
+            memory=memory,
+            **(rates | made.policy_options),
+        )
+    except (TypeError, ValueError) as error:
+        raise RecipeError(f"{made.policy} with memory {made.memory}: {error}") from error
+
+
+def pipelines(config: Any, meta: Any) -> tuple[Any, Any]:
+    """The policy's own pre- and postprocessor, with ImageNet's statistics for pictures, as lerobot-train makes them."""
+    stats = {name: dict(values) for name, values in meta.stats.items()}
+    for name in config.image_features:
+        stats[name] |= {kind: torch.tensor(value) for kind, value in IMAGENET_STATS.items()}
+    return make_pre_post_processors(config, dataset_stats=stats)
+
+
+def settle() -> None:
+    """How this process computes. To be called before anything else does: threads of PyTorch inherit it when they begin."""
+    # Gradients through nearly closed gates are tiny; where they become subnormal, a CPU is ten times slower on them.
+    torch.set_flush_denormal(True)
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
+
+
+class Scans:
+    """A captured scan for each shape of a batch, made before training begins."""
+
+    def __init__(self, policy: Any, rows: int, lengths: list[int], device: torch.device):
+        self.made = {}
+        assert policy.recall is not None
+        memory = policy.recall.memory
+        for length in lengths:
+            contents = torch.randn(rows, length, memory.content, device=device, requires_grad=True)
+            path = torch.randn(rows, length, memory.channels, device=device)
+            valid = torch.ones(rows, length, dtype=torch.bool, device=device)
+            self.made[length] = GraphedScan(memory, contents, path, valid)
+
+    def __call__(self, contents: Tensor, path: Tensor, valid: Tensor) -> Readout:
+        """As `memory.scan`, without the state."""
+        return self.made[contents.shape[1]](contents.float(), path, valid)
+
+
+@dataclass
+class Training:
+    """Everything an update touches."""
+
+    made: Recipe
+    seed: int
+    policy: Any  # the plug-in's policy
+    model: Any  # the same, as accelerate wraps it
+    optimizer: torch.optim.Optimizer
+    batches: Batches
+    accelerator: Accelerator
+    before: Any
+    after: Any
+    step: int = 0
+
+    @classmethod
+    def begin(cls, made: Recipe, seed: int, store: FrameStore, accelerator: Accelerator) -> "Training":
+        """At update 0."""
+        device = accelerator.device
+        config = configuration(made, store.meta, device.type)
+        torch.manual_seed(seed)
+        policy = get_policy_class(config.type)(config, dataset_meta=store.meta).to(device)
+        for backbone in policy.backbones:
+            quicken(backbone)
+        before, after = pipelines(config, store.meta)
+        policy.train()
+        optimizer = config.get_optimizer_preset().build(policy.get_optim_params())
+        for group in optimizer.param_groups:
+            group["base"] = group["lr"]
+            group["fused"] = device.type == "cuda" or None
+        model, optimizer = accelerator.prepare(policy, optimizer)
+        share, shares = accelerator.process_index, accelerator.num_processes
+        batches = Batches(store, config, before, made, seed, share, shares)
+        if policy.recall is not None:
+            policy._test_once()  # the statistics, before the first batch
+            if batches.whole and device.type == "cuda" and not made.truncate:
+                policy.captured = Scans(policy, made.episodes // shares, batches.lengths(), device)
+        return cls(made, seed, policy, model, optimizer, batches, accelerator, before, after)
+
+    def update(self) -> dict[str, Any]:
+        """One update. The metrics are tensors where the policy gives tensors: nobody need wait for them."""
+        made = self.made
+        torch.manual_seed(generator(self.seed, self.step, 2 + self.accelerator.process_index).initial_seed())
+        for group in self.optimizer.param_groups:
+            group["lr"] = group["base"] * made.rate(self.step)
+        self.optimizer.zero_grad()
+        total = torch.zeros((), device=self.accelerator.device)
+        named: dict[str, Any] = {}
+        for batch, weight in self.batches.at(self.step):
+            with self.accelerator.autocast():
+                loss, logs = self.model(batch)
+            self.accelerator.backward(loss * weight)
+            total += loss.detach() * weight
+            named = logs or {}
+        norm = self.accelerator.clip_grad_norm_(self.policy.parameters(), made.clip)
+        self.optimizer.step()
+        self.step += 1
+        return {"loss": total, "gradient": norm, **named}
+
+    # -- checkpoints -------------------------------------------------------------------------------------------------------
+
+    def write(self, folder: Path) -> None:
+        """The plug-in's checkpoint, and what it takes to go on."""
+        policy, state = folder / "pretrained_model", folder / "training_state"
+        self.policy.save_pretrained(policy)
+        self.before.save_pretrained(policy)
+        self.after.save_pretrained(policy)
+        state.mkdir()
+        torch.save({"step": self.step, "optimizer": self.optimizer.state_dict()}, state / "state.pt")
+
+    def read(self, folder: Path) -> None:
+        """Goes on from a checkpoint. Batches and noise need none: they follow from seed and update."""
+        from safetensors.torch import load_file
+
+        weights = load_file(folder / "pretrained_model" / "model.safetensors")
+        missing, unexpected = self.policy.load_state_dict(weights, strict=False)
+        tied = {name for name in missing if name.endswith("_like")}
+        if unexpected or set(missing) - tied:
+            raise RunError(f"{folder}: its weights do not fit ({[*unexpected, *missing][0]})")
+        state = torch.load(folder / "training_state" / "state.pt", map_location="cpu", weights_only=True)
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.step = state["step"]
+
+
+# -- the loop --------------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def listening() -> Iterator[Callable[[], bool]]:
+    """Whether someone has asked to stop: Ctrl-C or a polite kill ends the training after the update that is going on."""
+    asked: list[int] = []
+
+    def hear(number: int, _frame: Any) -> None:
+        if asked:
+            raise KeyboardInterrupt
+        asked.append(number)
+
+    try:
+        before = {number: signal.signal(number, hear) for number in (signal.SIGINT, signal.SIGTERM)}
+    except ValueError:  # not the main thread: nobody can ask
+        yield lambda: False
+        return
+    try:
+        yield lambda: bool(asked)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def follow(training: Training, run: Run, console: Console) -> None:
+    """Updates until the recipe is done, with checkpoints and metrics on the way."""
+    made, main = training.made, training.accelerator.is_main_process
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[note]}"))
+    begun, first = time.perf_counter(), training.step
+    with Progress(*columns, TimeRemainingColumn(), console=console, disable=not main) as progress, listening() as asked:
+        bar = progress.add_task("training", total=made.steps, completed=training.step, note="")
+        while training.step < made.steps:
+            metrics = training.update()
+            due = training.step % made.checkpoint == 0 or training.step == made.steps
+            if due or training.step % LOG == 0:
+                line = {name: round(float(value), 6) for name, value in metrics.items()}
+                if not all(map(torch.isfinite, map(torch.tensor, (line["loss"], line["gradient"])))):
+                    raise RunError(
+                        f"the loss became {line['loss']} at update {training.step} (gradient {line['gradient']}); the last "
+                        "checkpoint is from before that. A smaller lr, memory_lr or clip may help"
+                    )
+                speed = (training.step - first) * made.batch / (time.perf_counter() - begun)
+                if main and training.step % LOG == 0:
+                    run.log({"step": training.step, **line})
+                progress.update(bar, note=f"loss {line['loss']:.4f}  {speed:,.0f} targets/s")
+            progress.update(bar, completed=training.step)
+            if main and (due or asked()):
+                run.save(training.step, training.write)
+            if asked():
+                raise Stopped
+
+
+@dataclass(frozen=True)
+class Result:
+    """What came of a training."""
+
+    out: str
+    step: int
+    loss: float | None
+    seconds: float
+    targets_per_second: float
+    checkpoint: str
+
+
+def task_of(root: Path) -> str | None:
+    """The suite's task a dataset was collected for, if it was."""
+    note = root / "meta" / "trace_bench.json"
+    return json.loads(note.read_text())["task"] if note.exists() else None
+
+
+def run_training(
+    dataset: Path,
+    out: Path,
+    made: Recipe,
+    seed: int,
+    *,
+    device: str = "auto",
+    frames: str = "auto",
+    cache: Path | None = None,
+    console: Console | None = None,
+) -> Result:
+    """Trains, or goes on training, in a folder."""
+    settle()
+    console = console or Console(stderr=True)
+    meta = open_dataset(dataset)
+    configuration(made, meta, "cpu")  # what makes no sense is refused before anything is written
+    asked = {"recipe": made.to_dict(), "seed": seed, "task": task_of(dataset), "dataset": fingerprint(dataset)}
+    precision = {"auto": "bf16" if device != "cpu" and torch.cuda.is_available() else "no", "float32": "no"}
+    unused = DistributedDataParallelKwargs(find_unused_parameters=True)
+    accelerator = Accelerator(
+        cpu=device == "cpu",
+        mixed_precision=precision.get(made.precision, made.precision),
+        kwargs_handlers=[unused],
+        step_scheduler_with_optimizer=False,
+    )
+    if device == "cuda" and accelerator.device.type != "cuda":
+        raise RunError("device: got 'cuda', but PyTorch finds no GPU")
+    main = accelerator.is_main_process
+    with Run(out).locked() if main else contextlib.nullcontext():
+        run = Run.begin(out, asked) if main else Run(out)
+        accelerator.wait_for_everyone()
+        store = open_frames(meta, accelerator.device, place=frames, cache=cache, console=console)
+        training = Training.begin(made, seed, store, accelerator)
+        if done := run.finished():
+            training.read(run.checkpoint(done[-1]))
+            if main:
+                run.forget_after(training.step)
+        begun, first = time.perf_counter(), training.step
+        try:
+            follow(training, run, console)
+        finally:
+            if main:
+                run.draw()
+        seconds = time.perf_counter() - begun
+        lines = run.lines()
+        return Result(
+            str(out),
+            training.step,
+            lines[-1]["loss"] if lines else None,
+            round(seconds, 1),
+            round((training.step - first) * made.batch / max(seconds, 1e-9), 1),
+            str(run.checkpoints / "last" / "pretrained_model"),
+        )
+
+
+def train(
+    dataset: tyro.conf.Positional[Path],
+    *,
+    out: Path,
+    policy: str = "act",
+    memory: str = "trace",
+    preset: str = "default",
+    seed: int = 0,
+    steps: int | None = None,
+    set_: Annotated[tuple[str, ...], tyro.conf.arg(name="set", metavar="NAME=VALUE ...")] = (),
+    device: str = "auto",
+    frames: str = "auto",
+    cache: Path | None = None,
+    json_: Annotated[bool, tyro.conf.arg(name="json"), tyro.conf.FlagCreatePairsOff] = False,
+) -> int:
+    """Trains a policy with a memory (or any rival, or none) on a LeRobot dataset, many times faster than frame by frame.
+
+    Frames are decoded once; whole episodes are encoded once and remembered once, as on the robot, and the policy learns at
+    many times of each. Stopped or killed, it goes on from its last checkpoint when called again with the same options.
+    Checkpoints are LeRobot's: lerobot-eval --policy.path=OUT/checkpoints/last/pretrained_model. Several GPUs: accelerate
+    launch -m trace_lab.cli train ...
+
+    Args:
+        dataset: folder of a LeRobot dataset (v3), for instance one of tracemem collect.
+        out: folder of the run: run.json, metrics.jsonl, curves.png, checkpoints.
+        policy: act or diffusion.
+        memory: trace, none, gru, transformer, lru, retrieval, or an ablation (tracemem params lists them).
+        preset: default, paper (LeRobot's and the paper's sizes) or tiny (for two CPU cores).
+        seed: of weights, batches and noise.
+        steps: updates; the preset's number if not said.
+        set_: any other number of the recipe, for instance lr=3e-4 episodes=4 scan=budget policy.dim_model=256
+            memory.slots=6; recipe.py lists them.
+        device: auto, cpu or cuda.
+        frames: where decoded pictures are kept: gpu, ram, file, or auto, the nearest that has room.
+        cache: a folder in which decoded pictures stay, for several runs on one dataset.
+        json_: print the result as JSON.
+    """
+    console = Console(stderr=True)
+    changes = {"steps": steps} if steps is not None else {}
+    try:
+        made = recipe(preset, policy, memory, changes | parse(set_))
+        result = run_training(dataset, out, made, seed, device=device, frames=frames, cache=cache, console=console)
+    except (RecipeError, FramesError, DatasetError, RunError) as error:
+        print(f"tracemem train: {error}", file=sys.stderr)  # noqa: T201
+        return 2 if isinstance(error, RecipeError) else 1
+    except (Stopped, KeyboardInterrupt):
+        again = f"tracemem train: stopped. What was learnt is in {out}; the same command goes on from there"
+        print(again, file=sys.stderr)  # noqa: T201
+        return 130
+    if json_:
+        print(json.dumps(vars(result)))  # noqa: T201
+    else:
+        console.print(
+            f"Wrote {result.checkpoint}: {result.step} updates, loss {result.loss}, {result.seconds:.0f} s, "
+            f"{result.targets_per_second:,.0f} targets/s. Curves: {out / 'curves.png'}",
+            markup=False,
+            highlight=False,
+            soft_wrap=True,
+        )
+    return 0

@@ -1,0 +1,247 @@
+"""Batches: every frame its turn, the same after a restart; whole episodes give the memory that deployment gives."""
+
+import copy
+
+import pytest
+import torch
+from lerobot.policies.factory import get_policy_class
+from lerobot.utils.constants import OBS_STATE
+
+from lerobot_policy_trace.learning import EPISODES
+from trace_lab.batches import Augment, Batches, one_of, spread
+from trace_lab.frames import open_dataset, open_frames
+from trace_lab.recipe import RecipeError, recipe
+from trace_lab.train import configuration, pipelines
+
+SMALL = {
+    "act": {
+        "policy.dim_model": 32, "policy.n_heads": 2, "policy.dim_feedforward": 32, "policy.n_encoder_layers": 1,
+        "policy.n_vae_encoder_layers": 1, "policy.chunk_size": 12, "policy.n_action_steps": 4,
+    },
+    "diffusion": {"policy.horizon": 16, "policy.n_action_steps": 4, "policy.down_dims": [32, 64]},
+}  # fmt: skip
+BOTH = pytest.mark.parametrize("policy", ["act", "diffusion"])
+
+
+@pytest.fixture(scope="module")
+def store(dataset):
+    """Its first forty frames of each episode, so that whole episodes are quick."""
+    whole = open_frames(open_dataset(dataset), "cpu")
+    whole.paths.ends = whole.paths.starts + torch.tensor([40, 33])
+    whole.__post_init__()
+    return whole
+
+
+def ready(store, policy: str, seed: int = 0, **changes):
+    """A policy as after some training (nothing in it is zero any more), its batches and its preprocessor."""
+    made = recipe("tiny", policy, "trace", SMALL[policy] | {"memory.depth": 2, "episodes": 2, "targets": 5} | changes)
+    config = configuration(made, store.meta, "cpu")
+    torch.manual_seed(seed)
+    learner = get_policy_class(config.type)(config, dataset_meta=store.meta)
+    learner.recall.fit(learner.paths)
+    for p in learner.recall.adapter.parameters():
+        torch.nn.init.normal_(p, std=0.05)
+    before, _ = pipelines(config, store.meta)
+    return learner.eval(), Batches(store, config, before, made, seed=3), before
+
+
+def deployed(store, learner, before, episode: int) -> list:
+    """What the memory says at each step of an episode, when the robot lives through it."""
+    learner.reset()
+    said = []
+    for row in range(int(store.starts[episode]), int(store.ends[episode])):
+        seen = {camera: store.pictures(camera, torch.tensor([row])) for camera in store.cameras}
+        seen |= {name: column[row : row + 1] for name, column in store.columns.items() if name == OBS_STATE}
+        learner.select_action(before(seen))
+        said.append(learner._held)
+    return said
+
+
+@BOTH
+@pytest.mark.parametrize("every", [1, 3])
+def test_the_episode_scan_gives_the_memory_of_deployment(store, policy, every):
+    learner, batches, before = ready(store, policy, **{"memory.update_every": every})
+    episodes, times = batches.targets(0)
+    batch, weight = next(iter(batches.at(0)))
+    with torch.no_grad():
+        _, readout = learner._scan_episodes(batch, {})
+    assert weight == 1.0
+    assert (episodes[:, None].expand_as(times) >= 0).all()
+    said = {int(episode): deployed(store, learner, before, int(episode)) for episode in episodes}
+    for place, (episode, t) in enumerate(zip(episodes.repeat_interleave(5), times.flatten(), strict=True)):
+        now = said[int(episode)][int(t)]
+        for name in ("slots", "z", "g", "dg", "alpha"):
+            torch.testing.assert_close(getattr(readout, name)[place], getattr(now, name)[0], rtol=1e-4, atol=1e-5)
+    different = said[int(episodes[0])]
+    assert (different[0].z - different[-1].z).abs().max() > 1e-3  # not all the same, so equality means something
+
+
+@BOTH
+def test_loss_of_whole_episodes_is_that_of_a_budget_that_sees_every_frame(store, policy):
+    learner, batches, _ = ready(store, policy, **{"memory.budget": 45, "memory.stride": 1})
+    budget = copy.copy(batches)
+    budget.whole = False
+    episodes, times = batches.targets(0)
+    budget.targets = lambda _: (episodes.repeat_interleave(5), times.flatten()[:, None])
+    losses = []
+    for each in (batches, budget):
+        torch.manual_seed(1)  # diffusion's noise
+        batch, _ = next(iter(each.at(0)))
+        losses.append(learner(batch)[0])
+    torch.testing.assert_close(losses[0], losses[1], rtol=1e-4, atol=1e-6)
+
+
+@BOTH
+def test_pieces_of_episodes_remember_what_came_before(store, policy):
+    learner, whole, _ = ready(store, policy)
+    _, pieces, _ = ready(store, policy, truncate=7)
+    batch, _ = next(iter(whole.at(0)))
+    with torch.no_grad():
+        _, expected = learner._scan_episodes(batch, {})
+    order, found, total = [], [], 0.0
+    for part, weight in pieces.at(0):
+        with torch.no_grad():
+            stock, readout = learner._scan_episodes(part, {})
+        total += weight
+        if weight:
+            order += [
+                (int(r), tuple(x.flatten().tolist())) for r, x in zip(part[EPISODES].row, part["action"], strict=True)
+            ]
+            found.append(readout.z)
+            assert stock["observation.state"].shape[0] == len(readout.z)
+    assert total == pytest.approx(1.0)
+    same = [(int(r), tuple(x.flatten().tolist())) for r, x in zip(batch[EPISODES].row, batch["action"], strict=True)]
+    z = torch.cat(found)
+    for place, key in enumerate(same):
+        torch.testing.assert_close(z[order.index(key)], expected.z[place], rtol=1e-4, atol=1e-5)
+
+
+def test_pieces_cut_the_gradient_and_the_whole_does_not(store):
+    learner, whole, _ = ready(store, "act", targets=1)
+    learner.train()
+
+    def reach(batches) -> float:
+        """Gradient that a target at the end of an episode sends to the first frame's pictures."""
+        batches.targets = lambda _: (torch.tensor([0, 1]), torch.tensor([[39], [32]]))
+        sent = 0.0
+        for batch, weight in batches.at(0):
+            first = batch[EPISODES].pictures[0]
+            first.requires_grad_()
+            loss = learner(batch)[0]
+            (gradient,) = torch.autograd.grad(loss * weight, first, allow_unused=True)
+            here = batch[EPISODES].written[0, 0]
+            sent += 0.0 if gradient is None else float(gradient[here].abs().sum())
+            break  # the piece with the first frame
+        return sent
+
+    _, pieces, _ = ready(store, "act", targets=1, truncate=7)
+    assert reach(whole) > 0
+    assert reach(pieces) == 0
+
+
+def test_a_share_of_frames_teaches_what_all_teach(store):
+    """Two complementary halves, each weighing double: their mean is the whole gradient."""
+    learner, batches, _ = ready(store, "act")
+    batch, _ = next(iter(batches.at(0)))
+    now = batch[EPISODES]
+    parameters = [p for backbone in learner.backbones for p in backbone.parameters()]
+
+    def gradient(taught):
+        now.taught, now.state = taught, None
+        return torch.autograd.grad(learner(batch)[0], parameters, allow_unused=True)
+
+    half = (torch.arange(len(now.states)) % 2).float() * 2
+    seen = now.seen.flatten()
+    halves = []
+    for weight in (half, 2 - half):
+        weight = weight.clone()
+        weight[seen] = 1.0
+        halves.append(gradient(weight))
+    assert any((a - b).abs().max() > 1e-4 for a, b in zip(*halves, strict=True) if a is not None)
+    for a, b, full in zip(*halves, gradient(None), strict=True):
+        if full is not None:
+            torch.testing.assert_close((a + b) / 2, full, rtol=1e-3, atol=1e-5)
+
+
+def test_the_lucky_share_is_weighed_by_its_chance(store):
+    _, batches, _ = ready(store, "act", taught=0.25)
+    torch.manual_seed(0)
+    seen = torch.tensor([[3], [4]])
+    drawn = torch.stack([batches._taught(40, seen) for _ in range(2000)])
+    assert set(drawn.unique().tolist()) == {0.0, 1.0, 4.0}
+    assert (drawn[:, [3, 4]] == 1).all()
+    others = torch.cat([drawn[:, :3], drawn[:, 5:]], 1)
+    torch.testing.assert_close(others.mean(), torch.tensor(1.0), rtol=0.03, atol=0.0)
+
+
+def test_each_frame_is_encoded_once(store):
+    learner, batches, _ = ready(store, "act")
+    count = []
+    learner.model.backbone.register_forward_hook(lambda _, given, __: count.append(len(given[0])))
+    batch, _ = next(iter(batches.at(0)))
+    learner(batch)
+    assert sum(count) == 3 * (40 + 33)
+
+
+def test_every_thing_has_its_turn_once_an_epoch():
+    for count, size in ((10, 5), (10, 3), (2, 8), (7, 7)):
+        rounds = -(-count // size)
+        drawn = torch.cat([one_of(count, size, step, seed=1) for step in range(rounds)])
+        assert set(drawn.tolist()) == set(range(count))
+        if count % size == 0:
+            assert len(drawn) == count
+        later = torch.cat([one_of(count, size, step, seed=1) for step in range(rounds, 2 * rounds)])
+        assert set(later.tolist()) == set(range(count))
+    assert not torch.equal(one_of(100, 50, 0, seed=1), one_of(100, 50, 0, seed=2))
+    assert torch.equal(one_of(100, 50, 3, seed=1), one_of(100, 50, 3, seed=1))
+
+
+def test_episodes_of_similar_length_come_together():
+    lengths = torch.randint(100, 1000, (64,), generator=torch.Generator().manual_seed(0))
+
+    def waste(lengths_given):
+        drawn = [one_of(64, 8, step, 5, lengths_given) for step in range(8)]
+        return sum(int(lengths[each].max() * 8 - lengths[each].sum()) for each in drawn)
+
+    assert waste(lengths) < 0.4 * waste(None)
+
+
+def test_times_are_uniform_and_apart():
+    usable = torch.tensor([7, 400, 1])
+    drawn = torch.stack([spread(usable, 4, torch.Generator().manual_seed(i)) for i in range(3000)])
+    assert (drawn >= 0).all()
+    assert (drawn < usable[:, None]).all()
+    counts = drawn[:, 0].flatten().bincount(minlength=7) / drawn[:, 0].numel()
+    torch.testing.assert_close(counts, torch.full((7,), 1 / 7), rtol=0, atol=0.01)
+    assert (drawn[:, 1].diff(dim=1) > 0).all()
+
+
+def test_processes_share_a_batch(store):
+    _, batches, before = ready(store, "act")
+    parts = [Batches(store, batches.config, before, batches.recipe, 3, share, 2) for share in (0, 1)]
+    episodes, times = batches.targets(4)
+    assert sorted(torch.cat([part.targets(4)[0] for part in parts]).tolist()) == sorted(episodes.tolist())
+    assert sum(part.targets(4)[1].numel() for part in parts) == times.numel()
+    with pytest.raises(RecipeError, match="episodes: got 2, expected a multiple of the 3 processes"):
+        Batches(store, batches.config, before, batches.recipe, 3, 0, 3)
+
+
+def test_pictures_of_one_owner_are_changed_alike():
+    torch.manual_seed(0)
+    picture = torch.rand(1, 3, 16, 16).expand(6, -1, -1, -1)
+    owner = torch.tensor([7, 7, 7, 2, 2, 9])
+    out = Augment(shift=3, jitter=0.2)(picture, owner)
+    assert torch.equal(out[0], out[1])
+    assert torch.equal(out[3], out[4])
+    assert not torch.equal(out[0], out[3])
+    assert out.min() >= 0
+    assert out.max() <= 1
+    assert torch.equal(Augment(0, 0.0)(picture, owner), picture)
+    torch.manual_seed(1)
+    moved = Augment(shift=3, jitter=0.0)(picture, owner)
+    for dy in range(-3, 4):
+        for dx in range(-3, 4):
+            rows, cols = (torch.arange(16) + dy).clamp(0, 15), (torch.arange(16) + dx).clamp(0, 15)
+            if torch.equal(moved[0], picture[0][:, rows][:, :, cols]):
+                return
+    pytest.fail("not a shift")

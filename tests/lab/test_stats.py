@@ -1,0 +1,481 @@
+"""Numbers against hand-made ones, the paper's own tables and analytic errors; lines that are torn, wrong or missing."""
+
+import json
+import math
+import subprocess
+import sys
+import warnings
+
+import numpy as np
+import pytest
+
+from trace_bench.referee import Decision, Outcome, Record
+from trace_bench.registry import TASKS
+from trace_lab import stats
+from trace_lab.stats import DASH, Estimate, LineError, Reading, Rollout
+
+ACT, DIFFUSION = ("act", "none"), ("diffusion", "none")
+TRACE, TRACE_DIFFUSION, RETRIEVAL = ("act", "trace"), ("diffusion", "trace"), ("act", "retrieval")
+
+# Stages that succeeded in 25 rollouts of 8, 12, 8, 4 and 12 stages: the paper's main table. RETRIEVAL stands for pi_0.5.
+STAGES = {"Tool": 8, "Book": 12, "Laundry": 8, "Cable": 4, "Medicine": 12}
+PAPER = {
+    DIFFUSION: (36, 37, 44, 34, 116),
+    ACT: (62, 41, 23, 44, 82),
+    RETRIEVAL: (91, 153, 95, 49, 178),
+    TRACE: (109, 249, 162, 51, 230),
+    TRACE_DIFFUSION: (117, 205, 141, 51, 148),
+}
+
+
+def played(method, task, done, *, stages=4, training_seed=0, decisions=None, outcome=Outcome.OTHER, first=0):
+    """One rollout for each number of stages done."""
+    branches = decisions or [Decision("branch", 0)]
+    made = []
+    for seed, count in enumerate(done, start=first):
+        steps = {f"stage {i}": i if i < count else None for i in range(stages)}
+        record = Record(task, seed, "heldout", 0, 60, steps, branches, outcome=outcome)
+        made.append(Rollout(method, training_seed, record))
+    return made
+
+
+def papers() -> list[Rollout]:
+    made = []
+    for method, sums in PAPER.items():
+        for (task, stages), total in zip(STAGES.items(), sums, strict=True):
+            base, extra = divmod(total, 25)
+            made += played(method, task, [base + (i < extra) for i in range(25)], stages=stages)
+    return made
+
+
+def row(**changes) -> dict:
+    record = Record("Tool", 3, "heldout", 1, 60, {"a": 5, "b": None}, [Decision("first", 1, 40, 50, 1)], cue_gone=9)
+    return record.to_dict() | {"policy": "act", "memory": "trace", "training_seed": 0} | changes
+
+
+def write(path, *rows, end=""):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(each) + "\n" for each in rows) + end)
+    return path
+
+
+def table_of(rollouts, key, **named) -> dict[str, dict]:
+    return {
+        each["Method"]: each for each in stats.to_json(stats.report(Reading(tuple(rollouts)), **named))[key]["rows"]
+    }
+
+
+# -- reading --------------------------------------------------------------------------------------------------------
+
+
+def test_a_line_is_the_record_that_was_written(tmp_path):
+    file = write(tmp_path / "evaluation.jsonl", row(checkpoint_step=200))
+    reading = stats.read(file)
+    assert reading.notes == ()
+    (found,) = reading.rollouts
+    assert found.method == TRACE
+    assert found.training_seed == 0
+    assert found.record.to_dict().items() <= row().items()
+    assert found.record.outcome is Outcome.OTHER
+
+
+def test_folders_are_searched_and_no_file_counts_twice(tmp_path):
+    for seed in range(3):
+        write(tmp_path / f"runs/{seed}/deep/evaluation.jsonl", row(training_seed=seed))
+    write(tmp_path / "runs/other.jsonl", row(training_seed=9))
+    reading = stats.read(tmp_path, tmp_path / "runs/1", tmp_path / "runs/1/deep/evaluation.jsonl")
+    assert [each.training_seed for each in reading.rollouts] == [0, 1, 2]
+
+
+def test_nothing_found_is_an_error(tmp_path):
+    with pytest.raises(LineError, match=r"folder without rollouts, expected evaluation.jsonl"):
+        stats.read(tmp_path)
+    with pytest.raises(FileNotFoundError, match="absent"):
+        stats.read(tmp_path / "absent.jsonl")
+    with pytest.raises(ValueError, match="expected some"):
+        stats.report(stats.read(write(tmp_path / "evaluation.jsonl")))
+
+
+@pytest.mark.parametrize("end", ['{"task": "To', '{"task": "Tool", "seed": 3}'[:-1], "\x00\x00\x00"])
+def test_torn_last_line_is_left_out_with_a_note(tmp_path, end):
+    file = write(tmp_path / "evaluation.jsonl", row(), row(seed=4), end=end)
+    reading = stats.read(file)
+    assert len(reading.rollouts) == 2
+    (note,) = reading.notes
+    assert note.startswith(f"{file}:3: torn last line left out ({len(end)} bytes)")
+    assert note in stats.markdown(stats.report(reading))
+    assert note in stats.to_json(stats.report(reading))["main"]["notes"]
+
+
+def test_whole_last_line_without_newline_counts(tmp_path):
+    file = write(tmp_path / "evaluation.jsonl", row(), end=json.dumps(row(seed=4)))
+    assert len(stats.read(file).rollouts) == 2
+    assert stats.read(file).notes == ()
+
+
+def test_torn_line_in_the_middle_is_an_error(tmp_path):
+    file = write(tmp_path / "evaluation.jsonl", row(), end='{"task": "To\n' + json.dumps(row(seed=4)) + "\n")
+    with pytest.raises(LineError, match=r"evaluation.jsonl:2: got .*task.*, expected one JSON object a line"):
+        stats.read(file)
+
+
+DECISION = row()["decisions"][0]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"task": "Tol"}, r"task: got 'Tol', expected one of Tool, Book, Laundry, Cable, Medicine"),
+        ({"policy": "pi0"}, r"policy: got 'pi0', expected one of act, diffusion"),
+        ({"memory": ["trace"]}, r"memory: got \['trace'\], expected one of none, trace, gru, .*no-auxiliary"),
+        ({"training_seed": True}, r"training_seed: got True, expected an integer from 0"),
+        ({"seed": -1}, r"seed: got -1, expected an integer from 0"),
+        ({"steps": 1.5}, r"steps: got 1.5, expected an integer from 0"),
+        ({"split": None}, r"split: got None, expected a name"),
+        ({"cue_gone": "9"}, r"cue_gone: got '9', expected an integer from 0, or null"),
+        ({"stages": {}}, r"stages: got {}, expected a step or null by stage"),
+        ({"stages": {"a": "5"}}, r"stages: got .*'5'.*, expected a step or null by stage"),
+        ({"progress": 0.75}, r"progress: got 0.75, expected 0.5, the share of stages done"),
+        ({"progress": math.nan}, r"progress: got nan, expected a number from 0 to 1"),
+        ({"progress": 50}, r"progress: got 50, expected a number from 0 to 1"),
+        ({"outcome": "won"}, r"outcome: got 'won', expected one of success, .*other"),
+        ({"decisions": []}, r"decisions: got \[\], expected a list of at least one"),
+        ({"decisions": [3]}, r"decisions\[0\]: got 3, expected an object with name, answer"),
+        (
+            {"decisions": [DECISION | {"choice": "1"}]},
+            r"decisions\[0\]: choice: got '1', expected an integer from 0, or null",
+        ),
+        (
+            {"decisions": [DECISION, DECISION | {"correct": False}]},
+            r"decisions\[1\]: correct: got False, expected True by",
+        ),
+    ],
+)
+def test_bad_fields_are_named(tmp_path, changes, message):
+    file = write(tmp_path / "evaluation.jsonl", row(seed=0), row(**changes))
+    with pytest.raises(LineError, match=r"evaluation.jsonl:2: " + message):
+        stats.read(file)
+
+
+@pytest.mark.parametrize("name", [*row()])
+def test_missing_fields_are_named(tmp_path, name):
+    line = row()
+    del line[name]
+    with pytest.raises(LineError, match=rf"evaluation.jsonl:1: {name}: got nothing, expected"):
+        stats.read(write(tmp_path / "evaluation.jsonl", line))
+
+
+def test_a_line_that_is_no_object(tmp_path):
+    with pytest.raises(LineError, match=r":1: got \[1\], expected an object with policy, memory"):
+        stats.read(write(tmp_path / "evaluation.jsonl", [1]))
+
+
+def test_the_same_rollout_twice_is_an_error(tmp_path):
+    write(tmp_path / "a/evaluation.jsonl", row())
+    write(tmp_path / "b/evaluation.jsonl", row(training_seed=1), row(cue=0), row(memory="gru"), row(seed=4), row())
+    with pytest.raises(LineError, match=r"b/evaluation.jsonl:5: seed: got the episode of .*a/evaluation.jsonl:1 again"):
+        stats.read(tmp_path)
+
+
+# -- numbers --------------------------------------------------------------------------------------------------------
+
+
+def test_bootstrap_error_is_the_analytic_one():
+    sample = np.random.default_rng(3).normal(50, 20, size=900)
+    found = stats.estimate([(1.0, sample)])
+    se = sample.std(ddof=1) / 30
+    assert found.mean == pytest.approx(sample.mean())
+    assert found.se == pytest.approx(se, rel=0.04)
+    assert found.low == pytest.approx(found.mean - 1.96 * se, abs=0.1 * se)
+    assert found.high == pytest.approx(found.mean + 1.96 * se, abs=0.1 * se)
+
+
+def test_error_of_a_balanced_average_adds_up_over_tasks_and_seeds():
+    """Two tasks with errors a and b, the second from two seeds: sqrt(a^2 + b^2) / 2."""
+    rng = np.random.default_rng(5)
+    one, two, three = rng.normal(40, 30, 400), rng.normal(60, 10, 100), rng.normal(70, 10, 400)
+    found = stats.average({"Tool": {0: one}, "Book": {0: two, 1: three}}, ["Tool", "Book"])
+    book = (two.mean() + three.mean()) / 2
+    variance = one.var() / 400 + (two.var() / 100 + three.var() / 400) / 4
+    assert found.mean == pytest.approx((one.mean() + book) / 2)
+    assert found.se == pytest.approx(math.sqrt(variance) / 2, rel=0.04)
+
+
+def test_hand_made_means():
+    rollouts = played(ACT, "Tool", [0, 4]) + played(ACT, "Book", [1, 2, 3, 4])
+    own = stats.cells(rollouts)
+    assert stats.average(own, ["Tool"]).mean == 50.0
+    assert stats.average(own, ["Book"]).mean == 62.5
+    assert stats.average(own, ["Tool", "Book"]).mean == 56.25  # of tasks, not of the six rollouts
+    assert stats.average(own, ["Tool", "Cable"]) is None
+    assert stats.average(own, []) is None
+
+
+def test_unequal_training_seeds_weigh_the_same():
+    rollouts = played(ACT, "Tool", [4, 4], training_seed=0) + played(ACT, "Tool", [0] * 8, training_seed=1)
+    assert stats.average(stats.cells(rollouts), ["Tool"]).mean == 50.0
+    equal = played(ACT, "Tool", [4, 3], training_seed=0) + played(ACT, "Tool", [0, 2], training_seed=1)
+    assert stats.average(stats.cells(equal), ["Tool"]).mean == 100 * 9 / 16  # the pooled mean
+
+
+def test_spread_over_training_seeds():
+    """Averages of 50, 75 and 100 % deviate by 25; one seed has none; a seed that lacks a task is left out."""
+    rollouts = []
+    for seed, tool, book in ((0, 0, 4), (1, 3, 3), (2, 4, 4)):
+        rollouts += played(ACT, "Tool", [tool] * 2, training_seed=seed) + played(
+            ACT, "Book", [book] * 3, training_seed=seed
+        )
+    tasks = ["Tool", "Book"]
+    assert stats.seed_spread(stats.cells(rollouts), tasks) == pytest.approx(25.0)
+    assert stats.seed_spread(stats.cells(rollouts + played(ACT, "Tool", [0, 0], training_seed=7)), tasks) == 25.0
+    assert stats.seed_spread(stats.cells(each for each in rollouts if each.training_seed == 1), tasks) is None
+    assert stats.seed_spread(stats.cells(rollouts), ["Tool", "Cable"]) is None
+    (made,) = table_of(rollouts, "main").values()
+    assert made["SD over training seeds"] == pytest.approx(25.0)
+    assert "SD over training seeds" not in table_of(played(ACT, "Tool", [1, 2]), "main")["ACT"]
+
+
+def test_resampling_stays_within_a_seed():
+    """Seeds that differ only from each other add nothing to the error: that is what the spread is for."""
+    own = stats.cells(played(ACT, "Tool", [0] * 9, training_seed=0) + played(ACT, "Tool", [4] * 9, training_seed=1))
+    assert stats.average(own, ["Tool"]) == Estimate(50.0, 0.0, 50.0, 50.0)
+
+
+@pytest.mark.parametrize("done", [0, 1, 4])
+def test_equal_rollouts_have_no_error(done):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        own = stats.cells(played(ACT, "Tool", [done] * 25) + played(ACT, "Book", [done] * 7, stages=7))
+        for tasks in (["Tool"], ["Book"], ["Tool", "Book"]):
+            found = stats.average(own, tasks)
+            assert (found.se, found.low, found.high) == (0.0, found.mean, found.mean)
+        mixed = stats.cells(played(ACT, "Tool", [done] * 25) + played(ACT, "Book", [0, 4] * 10))
+        half, whole = stats.average(mixed, ["Tool", "Book"]), stats.average(mixed, ["Book"])
+    assert half.se == pytest.approx(whole.se / 2, rel=0.04)
+
+
+def test_one_rollout_has_an_unknown_error():
+    rollouts = played(ACT, "Tool", [2])
+    assert stats.average(stats.cells(rollouts), ["Tool"]) == Estimate(50.0, None, None, None)
+    text = stats.markdown(stats.report(Reading(tuple(rollouts))))
+    assert f"**50.0 ± {DASH}**" in text
+    assert "nan" not in text
+
+
+def test_difference_of_two_methods():
+    rng = np.random.default_rng(0)
+    high, low = {"Tool": {0: rng.normal(80, 10, 400)}}, {"Tool": {0: rng.normal(50, 20, 400)}}
+    found = stats.difference(high, low, ["Tool"])
+    mean, se = high["Tool"][0].mean() - low["Tool"][0].mean(), math.hypot(10, 20) / 20
+    assert found.mean == pytest.approx(mean)
+    assert found.se == pytest.approx(se, rel=0.08)
+    assert (found.low, found.high) == pytest.approx((mean - 1.96 * se, mean + 1.96 * se), abs=0.2)
+    assert stats.difference(low, high, ["Tool"]).mean == -found.mean
+    assert stats.difference(high, low, ["Tool", "Book"]) is None
+
+
+def test_wilson_interval():
+    """8 of 10, from the formula by hand: (0.8 + z^2/20 +- z sqrt(0.016 + z^2/400)) / (1 + z^2/10)."""
+    z = 1.959963984540054
+    middle, half, scale = 0.8 + z**2 / 20, z * math.sqrt(0.016 + z**2 / 400), 1 + z**2 / 10
+    found = stats.share([True] * 8 + [False] * 2)
+    assert (found.count, found.of, found.percent) == (8, 10, 80.0)
+    assert (found.low, found.high) == pytest.approx((100 * (middle - half) / scale, 100 * (middle + half) / scale))
+    assert (round(found.low, 2), round(found.high, 2)) == (49.02, 94.33)  # as printed in textbooks
+    assert stats.share([]) is None
+    assert stats.share([False] * 10).low == 0.0
+
+
+def test_branch_accuracy_counts_what_it_says():
+    right, wrong = Decision("a", 1, 40, 50, 1), Decision("b", 0, 60, 70, 2)
+    undecided, dark = Decision("b", 0, 60), Decision("a", 1)
+    groups = [[right, wrong], [right, undecided], [right, right], [undecided, dark], [dark, dark]]
+    rollouts = [played(ACT, "Tool", [1], decisions=each, first=i)[0] for i, each in enumerate(groups)]
+    found = stats.branches([each.record for each in rollouts])
+    counts = {name: (each.count, each.of) for name, each in found.items()}
+    assert counts == {
+        "Decided branches right": (4, 5),
+        "Rollouts that reach a branch": (4, 5),
+        "Rollouts that decide, none wrong": (2, 3),
+    }
+    assert stats.chance(each.record for each in rollouts) == 50.0  # the wrong choice 2 is no answer
+    assert stats.chance(each.record for each in rollouts[4:]) is None
+    (made,) = stats.to_json(stats.report(Reading(tuple(rollouts))))["branches"]["rows"]
+    assert made["Chance"] == 50.0
+    assert made["Decided branches right"]["percent"] == 80.0
+    assert stats.branches([rollouts[4].record])["Decided branches right"] is None
+
+
+def test_failures_are_counted_for_each_task():
+    rollouts = (
+        played(ACT, "Tool", [4, 4, 4], outcome=Outcome.SUCCESS)
+        + played(ACT, "Tool", [1], outcome=Outcome.WRONG, first=9)
+        + played(ACT, "Cable", [0, 0], outcome=Outcome.PREBRANCH)
+    )
+    made = stats.report(Reading(tuple(rollouts)))
+    tool, cable = stats.to_json(made)["failures"]["rows"]
+    assert [*tool] == ["Method", "Task", *map(str, Outcome)]
+    assert {name: tool[name]["count"] for name in map(str, Outcome) if tool[name]["count"]} == {
+        "success": 3,
+        "wrong branch": 1,
+    }
+    assert cable["pre-branch failure"]["percent"] == 100.0
+    assert "| ACT | Tool | 3 (75 %) | 0 (0 %) | 1 (25 %) | 0 (0 %) | 0 (0 %) | 0 (0 %) |" in stats.markdown(made)
+
+
+# -- the paper's tables ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "all_tasks", "dropped"),
+    [
+        ("Diffusion Policy", 25.00, (26.75, 28.17, 25.75, 22.75, 21.58)),
+        ("ACT", 25.50, (24.12, 28.46, 29.00, 20.88, 25.04)),
+        ("ACT + retrieval prompt", 50.47, (51.71, 50.33, 51.21, 50.83, 48.25)),
+        ("TRACE Regression", 69.23, (72.92, 65.79, 66.29, 73.79, 67.38)),
+        ("TRACE Diffusion", 59.53, (59.79, 57.33, 56.79, 61.66, 62.08)),
+    ],
+)
+def test_leave_one_task_out_of_the_paper(name, all_tasks, dropped):
+    found = table_of(papers(), "leave_one_task_out")[name]
+    assert found["All tasks"]["mean"] == pytest.approx(all_tasks, abs=0.01)
+    assert [found[f"Drop {task}"]["mean"] for task in TASKS] == pytest.approx(
+        dropped, abs=0.01
+    )  # theirs are of rounded means
+
+
+def test_drop_tool_of_the_paper():
+    rollouts = papers()
+    found = table_of(rollouts, "tool")
+    gap = "Drop-Tool gap vs. ACT + retrieval prompt"
+    assert f"{found['TRACE Regression']['Drop-Tool average']['mean']:.2f}" == "72.92"
+    assert f"{found['TRACE Diffusion']['Drop-Tool average']['mean']:.2f}" == "59.79"
+    assert f"{found['TRACE Regression'][gap]['mean']:+.2f}" == "+21.21"
+    assert f"{found['TRACE Diffusion'][gap]['mean']:+.2f}" == "+8.08"
+    assert found["ACT + retrieval prompt"][gap] is None
+    assert found["TRACE Regression"]["Tool mean ± SE"]["mean"] == pytest.approx(54.5)
+    named = table_of(rollouts, "tool", reference=ACT)["TRACE Regression"]["Drop-Tool gap vs. ACT"]
+    assert named["mean"] == pytest.approx(72.9167 - 24.125, abs=1e-3)
+    with pytest.raises(ValueError, match=r"expected some, and of the reference \('act', 'gru'\)"):
+        table_of(rollouts, "tool", reference=("act", "gru"))
+
+
+def test_intervals_of_the_paper():
+    """Samples with the paper's task means and standard errors give its drop-Tool intervals."""
+
+    def sample(mean, se):  # half below, half above: the error of the mean of 400 is se
+        return {0: np.repeat([mean - 20 * se, mean + 20 * se], 200)}
+
+    rest = ["Book", "Laundry", "Cable", "Medicine"]
+    ours = dict(zip(rest, map(sample, (83.00, 81.00, 51.00, 76.67), (0.86, 2.84, 1.11, 1.05)), strict=True))
+    pi = dict(zip(rest, map(sample, (51.00, 47.50, 49.00, 59.33), (6.99, 1.45, 0.57, 1.45)), strict=True))
+    found, gap = stats.average(ours, rest), stats.difference(ours, pi, rest)
+    assert (found.mean, found.low, found.high) == pytest.approx((72.92, 71.28, 74.55), abs=0.06)
+    assert (gap.mean, gap.low, gap.high) == pytest.approx((21.21, 17.27, 25.15), abs=0.15)
+
+
+def test_parts_of_trace_are_no_reference():
+    """Without auxiliary losses TRACE is still TRACE: the gap must not be against itself."""
+    rollouts = papers() + [each for task in TASKS for each in played(("act", "no-auxiliary"), task, [4] * 5)]
+    assert "Drop-Tool gap vs. ACT + retrieval prompt" in table_of(rollouts, "tool")["TRACE Regression"]
+    alone = [each for each in rollouts if each.method in {TRACE, ("act", "no-auxiliary")}]
+    assert table_of(alone, "tool")["TRACE Regression"][f"Drop-Tool gap vs. {DASH}"] is None
+
+
+# -- layout ---------------------------------------------------------------------------------------------------------
+
+
+def test_main_table_as_text():
+    rollouts = [each for task in TASKS for each in played(ACT, task, [1, 1]) + played(TRACE, task, [2, 4], first=5)]
+    text = stats.markdown(stats.report(Reading(tuple(rollouts))))
+    head, rule, act, ours = text.split("\n\n")[1].split("\n")
+    assert head == "| Method | Tool | Book | Laundry | Cable | Medicine | Average |"
+    assert rule == "|" + " --- |" * 7
+    assert act == "| ACT |" + " 25.0 ± 0.0 |" * 6
+    cells = ours.strip("| ").split(" | ")
+    assert cells[0] == "TRACE Regression"
+    assert all(each.startswith("**75.0 ± ") and each.endswith("**") for each in cells[1:])
+    caption = "20 rollouts: 2 a method, task and training seed. Training seeds a method: 1. Split: heldout."
+    assert text.count(caption) == text.count("## ") == 5
+
+
+def test_caption_shows_unequal_numbers():
+    rollouts = played(ACT, "Tool", [1, 2]) + played(ACT, "Tool", [1], training_seed=1) + played(TRACE, "Tool", [1, 2])
+    text = stats.markdown(stats.report(Reading(tuple(rollouts))))
+    assert "5 rollouts: 1 to 2 a method, task and training seed. Training seeds a method: 1 to 2." in text
+
+
+def test_missing_cells_are_dashes_and_never_averaged():
+    lacking = [each for each in papers() if (each.method, each.record.task) != (TRACE, "Book")]
+    made = stats.report(Reading(tuple(lacking)))
+    main, left = (
+        {row["Method"]: row for row in stats.to_json(made)[key]["rows"]} for key in ("main", "leave_one_task_out")
+    )
+    assert main["TRACE Regression"]["Book"] is None
+    assert main["TRACE Regression"]["Average"] is None
+    assert main["TRACE Diffusion"]["Average"]["mean"] == pytest.approx(59.53, abs=0.01)
+    assert left["TRACE Regression"]["Drop Book"]["mean"] == pytest.approx(65.79, abs=0.01)  # needs no Book
+    assert [name for name, cell in left["TRACE Regression"].items() if cell is None] == [
+        name for name in left["ACT"] if name not in {"Method", "Drop Book"}
+    ]
+    text = stats.markdown(made)
+    line = next(each for each in text.split("\n") if each.startswith("| TRACE Regression"))
+    assert line.split(" | ")[2] == DASH
+    assert line.endswith(f"| {DASH} |")
+    assert "TRACE Regression: no rollouts of Book, hence no average." in text
+    average = next(each for each in text.split("\n") if each.startswith("| TRACE Diffusion")).split(" | ")[-1]
+    assert average.startswith("**59.5 ± ")  # the best of those that have one
+
+
+def test_missing_seeds_and_tasks_are_said():
+    rollouts = (
+        played(ACT, "Book", [1, 2]) + played(ACT, "Cable", [1, 2]) + played(ACT, "Cable", [3, 4], training_seed=2)
+    )
+    made = stats.report(Reading(tuple(rollouts)))
+    text = stats.markdown(made)
+    assert "Averages are over 2 of the suite's 5 tasks; no rollouts of Tool, Laundry, Medicine." in text
+    assert "ACT: no rollouts of Book with training seed 2." in text
+    assert "Left out: there are no Tool rollouts." in text
+    assert made["tool"].rows == []
+    assert [*made["leave_one_task_out"].columns] == ["Method", "All tasks", "Drop Book", "Drop Cable"]
+
+
+def test_one_task_alone():
+    made = stats.to_json(stats.report(Reading(tuple(played(ACT, "Tool", [1, 2])))))
+    assert made["leave_one_task_out"]["rows"][0]["Drop Tool"] is None
+    assert made["tool"]["rows"][0]["Drop-Tool average"] is None
+    assert made["tool"]["rows"][0]["Tool mean ± SE"]["mean"] == 37.5
+
+
+def test_every_memory_has_a_name_and_rows_keep_their_order():
+    from trace_memory.config import MEMORIES
+
+    assert set(stats.NAMES) == {(policy, memory) for policy in ("act", "diffusion") for memory in MEMORIES}
+    rollouts = [each for method in reversed(stats.NAMES) for each in played(method, "Cable", [1, 1])]
+    names = [*table_of(rollouts, "main")]
+    assert names[:6] == [
+        "ACT",
+        "Diffusion Policy",
+        "TRACE Regression",
+        "TRACE Diffusion",
+        "ACT + GRU",
+        "ACT + transformer context",
+    ]
+    assert names[13:15] == ["ACT + no auxiliary losses", "Diffusion + GRU"]
+    assert len(names) == 24
+
+
+def test_the_same_lines_give_the_same_bytes():
+    """In any order, and in another process."""
+    rollouts = papers()
+    first, again = (stats.report(Reading(tuple(each))) for each in (rollouts, rollouts[::-1]))
+    assert stats.markdown(first) == stats.markdown(again)
+    assert json.dumps(stats.to_json(first)) == json.dumps(stats.to_json(again))
+    code = "import numpy as np; from trace_lab.stats import estimate; print(estimate([(1.0, np.arange(9.0))]))"
+    other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert other.strip() == str(stats.estimate([(1.0, np.arange(9.0))]))
+
+
+def test_no_learning_library_is_imported():
+    code = "import sys, trace_lab.stats; sys.exit(any(name in sys.modules for name in ('torch', 'lerobot', 'scipy.stats')))"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
