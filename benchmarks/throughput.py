@@ -136,6 +136,9 @@ def main() -> None:
     parser.add_argument("--taught", type=float, nargs="+", default=[1.0])
     parser.add_argument("--workers", type=int, nargs="*", default=[4])
     parser.add_argument("--steps", type=int, default=40, help="updates of each measurement")
+    parser.add_argument(
+        "--stock-steps", type=int, help="of lerobot-train; by default enough to use up what is loaded early"
+    )
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--set", nargs="*", default=[])
     parser.add_argument("--side-by-side", type=int, nargs="*", default=[])
@@ -167,7 +170,7 @@ def main() -> None:
         del store
         for workers in given.workers:
             note(f"stock ACT, lerobot-train, {workers} workers",
-                 stock(given.dataset, given.batch, workers, given.steps, given.device))  # fmt: skip
+                 stock(given.dataset, given.batch, workers, given.stock_steps or 16 + 4 * workers, given.device))  # fmt: skip
     if given.side_by_side:
         for row in side_by_side(given.dataset, given.side_by_side, given.set, 20.0):
             note(f"{row.pop('count')} trainings at once", row)

@@ -181,7 +181,7 @@ class Learning(PreTrainedPolicy):
         maps = []
         for x in self._encode([each[some] for each in pictures]):
             y = x * scale
-            maps.append(y - (y - x).detach())  # x, with its gradient weighted
+            maps.append(x.detach() + (y - y.detach()))  # x, with its gradient weighted
         if len(rest):
             with torch.no_grad():
                 others = self._encode([each[rest] for each in pictures])

@@ -188,7 +188,8 @@ class TraceDiffusionPolicy(Remembering, DiffusionPolicy):
         """Queues the observation as the stock policy does; a row that begins has seen nothing but it."""
         batch = dict(batch)
         batch.pop(ACTION, None)
-        batch[OBS_IMAGES] = torch.stack([batch[key] for key in self.config.image_features], dim=-4)
+        if self.config.image_features:
+            batch[OBS_IMAGES] = torch.stack([batch[key] for key in self.config.image_features], dim=-4)
         seen = [key for key in self._queues if key != ACTION]
         for key in seen:
             if self._queues[key] and len(self._queues[key][0]) != len(fresh):

@@ -43,7 +43,7 @@ class Paths:
         columns = ["index", "episode_index", "frame_index", OBS_STATE]
         table = pyarrow.dataset.dataset(files).to_table(columns=columns).sort_by("index")
         index, episode, frame = (torch.from_numpy(table[name].to_numpy().copy()) for name in columns[:3])
-        states = torch.tensor(table[OBS_STATE].to_pylist(), dtype=torch.float32)
+        states = torch.tensor(table[OBS_STATE].to_pylist(), dtype=torch.float32).reshape(len(index), -1)
         if not (finite := torch.isfinite(states).all(1)).all():
             bad = int((~finite).nonzero()[0])
             raise DatasetError(

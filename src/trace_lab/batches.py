@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from lerobot.policies.diffusion.configuration_diffusion import DiffusionConfig
 from lerobot.utils.constants import ACTION, OBS_STATE
 from torch import Tensor
 
@@ -13,6 +14,7 @@ from lerobot_policy_trace.learning import EPISODES, Episodes
 from trace_lab.frames import FrameStore
 from trace_lab.recipe import Recipe, RecipeError
 
+SHAPES = 8  # lengths to which episodes are padded, at most
 POOL = 8  # batches whose episodes are sorted by length together, so that a batch holds episodes of similar length
 
 
@@ -24,20 +26,18 @@ def generator(*numbers: int) -> torch.Generator:
     return torch.Generator().manual_seed(mixed)
 
 
-def one_of(count: int, size: int, step: int, seed: int, lengths: Tensor | None = None) -> Tensor:
-    """(size,) of `count` things for an update: every one once an epoch, in an order of the epoch's own. With lengths,
+def order_of(count: int, size: int, epoch: int, seed: int, lengths: Tensor | None = None) -> Tensor:
+    """(rounds, size) of `count` things for an epoch: every one once, the last row filled from the front. With lengths,
     things of similar length come together.
     """
-    rounds = -(-count // size)
-    epoch, place = divmod(step, rounds)
-    draw = generator(seed, epoch)
+    rounds, draw = -(-count // size), generator(seed, epoch)
     order = torch.randperm(count, generator=draw)
-    order = torch.cat([order] * -(-rounds * size // count))[: rounds * size]  # the last batch is filled from the front
+    order = torch.cat([order] * -(-rounds * size // count))[: rounds * size]
     if lengths is not None:
         for pool in order.split(POOL * size):
             pool.copy_(pool[lengths[pool].argsort(stable=True)])
-        order = order.view(rounds, size)[torch.randperm(rounds, generator=draw)].flatten()
-    return order[place * size : (place + 1) * size]
+        return order.view(rounds, size)[torch.randperm(rounds, generator=draw)]
+    return order.view(rounds, size)
 
 
 def spread(usable: Tensor, count: int, draw: torch.Generator) -> Tensor:
@@ -52,20 +52,22 @@ class Augment:
     def __init__(self, shift: int, jitter: float):
         self.shift, self.jitter = shift, jitter
 
-    def __call__(self, pictures: Tensor, owner: Tensor) -> Tensor:
-        """(N, ..., 3, H, W) in [0, 1] of (N,) owners, any numbers."""
+    def __call__(self, pictures: Tensor, owner: Tensor, draw: torch.Generator) -> Tensor:
+        """(N, ..., 3, H, W) in [0, 1] of (N,) owners, any numbers; the same draw changes the same owners alike."""
+        if not self.shift and not self.jitter:
+            return pictures
         kinds, of = owner.unique(return_inverse=True)
         device, ones = pictures.device, [1] * (pictures.ndim - 1)
         if self.shift:
             for dim in (-2, -1):
                 size = pictures.shape[dim]
-                by = torch.randint(-self.shift, self.shift + 1, (len(kinds),), device=device)[of]
+                by = torch.randint(-self.shift, self.shift + 1, (len(kinds),), generator=draw).to(device)[of]
                 at = (torch.arange(size, device=device) + by[:, None]).clamp(0, size - 1)
                 shape = [len(of), *ones]
                 shape[dim] = size
                 pictures = pictures.take_along_dim(at.view(shape), dim)
         if self.jitter:
-            gain, light = ((torch.rand(2, len(kinds), device=device) * 2 - 1) * self.jitter)[:, of]
+            gain, light = ((torch.rand(2, len(kinds), generator=draw) * 2 - 1) * self.jitter).to(device)[:, of]
             pictures = (pictures - 0.5) * (1 + gain.view(-1, *ones)) + 0.5 + light.view(-1, *ones)
         return pictures.clamp(0, 1)
 
@@ -85,7 +87,11 @@ class Batches:
         self.augment = Augment(recipe.shift, recipe.jitter)
         dropped = int(getattr(config, "drop_n_last_frames", 0))
         self.usable = (store.lengths - dropped).clamp_min(1)
-        self.pad = 32 if store.device.type == "cuda" else 1  # a scan is captured for each length; few are enough
+        self._order: tuple[int, Tensor] | None = None  # of the epoch that is going on
+        self.pad = 1
+        if store.device.type == "cuda":  # a scan is captured for each length, so there must be few
+            steps = -(-store.lengths // self.every)
+            self.pad = 32 * max(1, -(-int(steps.max() - steps.min()) // (32 * SHAPES)))
 
     def lengths(self) -> list[int]:
         """Lengths to which batches of whole episodes are padded."""
@@ -97,38 +103,50 @@ class Batches:
         return -(-steps // self.pad) * self.pad
 
     def targets(self, step: int) -> tuple[Tensor, Tensor]:
-        """(E,) episodes and (E, n) times, or for single frames (N, 1) of N episodes; on the CPU."""
+        """(E,) episodes and (E, n) times, or for single frames (N, 1) of N episodes; of all processes, on the CPU."""
         recipe = self.recipe
         if self.whole:
-            episodes = one_of(len(self.usable), recipe.episodes, step, self.seed, self.store.lengths)
+            episodes = self._turn(len(self.usable), recipe.episodes, step, self.store.lengths)
             times = spread(self.usable[episodes], recipe.targets, generator(self.seed, step, 1))
         else:
             ends = self.usable.cumsum(0)
-            frame = one_of(int(ends[-1]), recipe.batch, step, self.seed)
+            frame = self._turn(int(ends[-1]), recipe.batch, step)
             episodes = torch.searchsorted(ends, frame, right=True)
             times = (frame - (ends - self.usable)[episodes])[:, None]
-        return episodes[self.share :: self.shares], times[self.share :: self.shares]
+        return episodes, times
+
+    def _turn(self, count: int, size: int, step: int, lengths: Tensor | None = None) -> Tensor:
+        """(size,) of `count` things, whose turn it is."""
+        epoch, place = divmod(step, -(-count // size))
+        if self._order is None or self._order[0] != epoch:
+            self._order = epoch, order_of(count, size, epoch, self.seed, lengths)
+        return self._order[1][place]
 
     def at(self, step: int) -> Iterator[tuple[dict[str, Any], float]]:
         """The batches of an update, each with its weight: one, or one a piece when the gradient is cut in time."""
-        episodes, times = (x.to(self.store.device) for x in self.targets(step))
+        of_all = self.targets(step)
+        longest = int(self.store.lengths[of_all[0]].max())
+        episodes, times = (x[self.share :: self.shares].to(self.store.device) for x in of_all)
         if self.whole:
-            yield from self._pieces(episodes, times)
+            yield from self._pieces(step, episodes, times, longest)
             return
         rows = self.store.starts[episodes] + times[:, 0]
         batch = self.store.sample(rows, episodes, self.config)
-        for camera in self.store.cameras:
-            batch[camera] = self.augment(batch[camera], torch.arange(len(rows), device=rows.device))
+        for number, camera in enumerate(self.store.cameras):
+            draw = generator(self.seed, step, self.share, number, 3)
+            batch[camera] = self.augment(batch[camera], torch.arange(len(rows), device=rows.device), draw)
         yield self.prepare(batch), 1.0
 
-    def _pieces(self, episodes: Tensor, times: Tensor) -> Iterator[tuple[dict[str, Any], float]]:
+    def _pieces(
+        self, step: int, episodes: Tensor, times: Tensor, longest: int
+    ) -> Iterator[tuple[dict[str, Any], float]]:
+        """As many for every process, however long its own episodes are: they add up their gradients piece by piece."""
         lengths = (self.store.ends - self.store.starts)[episodes]
-        longest = self.every * self._padded(int(self.store.lengths[episodes.cpu()].max()))
-        size = self.every * -(-self.recipe.truncate // self.every) or longest
+        whole = self.every * self._padded(longest)
+        size = self.every * -(-self.recipe.truncate // self.every) or whole
         state = None
         for begin in range(0, longest, size):
-            end = min(begin + size, longest)
-            batch, weight = self._piece(episodes, times, lengths, begin, end)
+            batch, weight = self._piece(step, episodes, times, lengths, begin, min(begin + size, whole))
             batch[EPISODES].state = state
             yield batch, weight
             state = batch[EPISODES].state  # the policy has put it there
@@ -136,7 +154,7 @@ class Batches:
                 state = state._replace(cells={name: cell.detach() for name, cell in state.cells.items()})
 
     def _piece(
-        self, episodes: Tensor, times: Tensor, lengths: Tensor, begin: int, end: int
+        self, step: int, episodes: Tensor, times: Tensor, lengths: Tensor, begin: int, end: int
     ) -> tuple[dict[str, Any], float]:
         """Frames begin..end of each episode, and the targets among them; with none, one that weighs nothing."""
         store, device, every = self.store, self.store.device, self.every
@@ -145,7 +163,7 @@ class Batches:
         weight = len(row) / times.numel()
         target = times[row, column]
         if not len(row):
-            row, target = row.new_zeros(1), (lengths[:1] - 1).clamp_max(begin)
+            row, target = row.new_zeros(1), (lengths[:1] - 1).clamp_max(begin)  # it may be over already
         at = torch.arange(begin, end, every, device=device)  # the memory takes in these
         written = first + torch.minimum(at, lengths[:, None] - 1)  # (E, T), rows of the store
         before = torch.arange(1 - int(self.config.n_obs_steps), 1, device=device)
@@ -153,8 +171,9 @@ class Batches:
         rows, where = torch.cat([written.flatten(), seen.flatten()]).unique(return_inverse=True)
         batch = self._stock(first[row, 0] + target, seen, episodes[row])
         owner = torch.searchsorted(store.ends, rows, right=True)
-        for camera in store.cameras:
-            batch[camera] = self.augment(store.pictures(camera, rows), owner)
+        for number, camera in enumerate(store.cameras):
+            draw = generator(self.seed, step, self.share, number, 3)  # the same for every piece
+            batch[camera] = self.augment(store.pictures(camera, rows), owner, draw)
         batch = self.prepare(batch)
         here, there = where[: written.numel()].view(written.shape), where[written.numel() :].view(seen.shape)
         batch[EPISODES] = Episodes(
@@ -163,7 +182,7 @@ class Batches:
             written=here,
             valid=at < lengths[:, None],
             row=row,
-            time=(target - begin).div(every, rounding_mode="floor"),
+            time=(target - begin).clamp_min(0).div(every, rounding_mode="floor"),
             seen=there,
             taught=self._taught(len(rows), there),
         )
@@ -177,7 +196,7 @@ class Batches:
                 at, outside = self.store.reach(rows, episodes, self.config.action_delta_indices)
                 batch[name], batch[f"{name}_is_pad"] = column[at], outside
             else:
-                batch[name] = column[seen].squeeze(1)
+                batch[name] = column[seen] if isinstance(self.config, DiffusionConfig) else column[seen[:, -1]]
         return batch
 
     def _taught(self, count: int, seen: Tensor) -> Tensor | None:

@@ -8,9 +8,9 @@ import hashlib
 import json
 import os
 import shutil
-from collections import defaultdict
+from collections import deque
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 from lerobot.datasets.video_utils import decode_video_frames
-from lerobot.utils.constants import ACTION, OBS_STATE
+from lerobot.utils.constants import ACTION, OBS_ENV_STATE, OBS_STATE
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor
@@ -30,6 +30,7 @@ from lerobot_policy_trace.paths import Paths
 PLACES = ("auto", "gpu", "ram", "file")
 GPU_SHARE, RAM_SHARE = 0.25, 0.4  # of free GPU memory and of all RAM that pictures may take
 MANY = 50_000  # pictures from which on decoding in other processes is worth their start
+AHEAD = 64  # episodes of one camera decoded before they are needed
 EDGE = 1 << 20  # bytes of a video's ends that count in its fingerprint
 
 
@@ -83,19 +84,19 @@ class Job:
     times: list[float]
 
 
-_in_use: defaultdict[Path, Lock] = defaultdict(Lock)  # LeRobot keeps one decoder a file, which is not for two threads
+_in_use: dict[str, Lock] = {}  # LeRobot keeps one decoder a file, which is not for two threads
 
 
 def decode(job: Job) -> np.ndarray:
     """(T, 3, H, W) uint8."""
     try:
-        with _in_use[job.video]:
+        with _in_use.setdefault(str(job.video), Lock()):
             return decode_video_frames(job.video, job.times, 1e-4, return_uint8=True).numpy()
     except Exception as error:
         raise FramesError(
             f"{job.video}: cannot be decoded for {job.camera}, episode {job.episode} "
             f"({type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no reason given'}). "
-            "The file is damaged or not complete: fetch or collect it again"
+            "The file is damaged, not complete, or not of this dataset's timestamps: fetch or collect it again"
         ) from error
 
 
@@ -125,14 +126,18 @@ def workers(pictures: int) -> Executor:
 
 def decode_into(target: dict[str, Tensor], meta: Any, paths: Paths, console: Console) -> None:
     """Decodes every picture into its row."""
-    jobs = jobs_of(meta, list(target), paths)
+    jobs = deque(jobs_of(meta, list(target), paths))
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     pool = workers(len(paths.states) * len(target))
     with Progress(*columns, console=console, transient=True) as progress:
         bar = progress.add_task("decoding videos, once", total=len(jobs))
+        running: deque[tuple[Job, Future[np.ndarray]]] = deque()
         try:
-            for job, pictures in zip(jobs, pool.map(decode, jobs), strict=True):
-                into = target[job.camera][job.begin : job.begin + len(job.times)]
+            while jobs or running:
+                while jobs and len(running) < AHEAD:  # not all at once: what is decoded waits in RAM
+                    running.append((jobs[0], pool.submit(decode, jobs.popleft())))
+                job, future = running.popleft()
+                pictures, into = future.result(), target[job.camera][job.begin : job.begin + len(job.times)]
                 if into.shape != pictures.shape:
                     raise FramesError(
                         f"{job.camera}, episode {job.episode}: pictures {pictures.shape}, expected {tuple(into.shape)}"
@@ -181,6 +186,9 @@ def on_disk(folder: Path, meta: Any, paths: Paths, shapes: dict[str, tuple[int, 
                 f"not enough space at {folder}: {needed / 1e6:,.0f} MB needed for decoded frames, {free / 1e6:,.0f} MB "
                 "free"
             )
+        note.unlink(missing_ok=True)  # files of other cameras; whoever has them open keeps them
+        for camera in shapes:
+            (folder / f"{camera}.u8").unlink(missing_ok=True)
         try:
             for camera, shape in shapes.items():
                 with (folder / f"{camera}.u8").open("wb") as file:
@@ -256,14 +264,19 @@ class FrameStore:
 def shapes_of(meta: Any, cameras: Sequence[str] | None, count: int) -> dict[str, tuple[int, ...]]:
     """Shape of each camera's pictures."""
     videos = list(meta.video_keys)
+    if images := [
+        camera for camera in cameras or meta.camera_keys if camera in meta.camera_keys and camera not in videos
+    ]:
+        raise FramesError(
+            f"{meta.root}: {', '.join(images)} stored as single images, expected video (LeRobot's default); "
+            "lerobot-edit-dataset --operation.type convert_image_to_video makes it so"
+        )
     if missing := [camera for camera in cameras or videos if camera not in meta.features]:
         raise FramesError(
             f"{meta.root}: has no camera {', '.join(missing)}; its cameras are {', '.join(meta.camera_keys) or 'none'}"
         )
     shapes: dict[str, tuple[int, ...]] = {}
     for camera in cameras or videos:
-        if camera not in videos:
-            raise FramesError(f"{meta.root}: {camera} is stored as single images, expected video (LeRobot's default)")
         height, width, colours = meta.features[camera]["shape"]
         if colours != 3:
             raise FramesError(f"{meta.root}: {camera} has {colours} channels, expected 3 (height, width, 3)")
@@ -281,8 +294,15 @@ def choose_place(place: str, size: int, device: torch.device) -> str:
         return place
     if device.type == "cuda" and size < GPU_SHARE * torch.cuda.mem_get_info(device)[0]:
         return "gpu"
-    ram = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return "ram" if size < RAM_SHARE * ram else "file"
+    return "ram" if size < RAM_SHARE * memory() / int(os.environ.get("LOCAL_WORLD_SIZE", "1")) else "file"
+
+
+def memory() -> int:
+    """Bytes of RAM this machine has, or this container may use."""
+    limit = Path("/sys/fs/cgroup/memory.max")
+    allowed = limit.read_text().strip() if limit.exists() else "max"
+    have = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return min(have, int(allowed)) if allowed.isdigit() else have
 
 
 def open_dataset(root: Path) -> Any:
@@ -321,6 +341,12 @@ def open_frames(
             f"{meta.root}: episode {', '.join(map(str, short[:5]))} has a single frame, from which nothing can be learnt; "
             f'remove it: lerobot-edit-dataset --operation.type delete_episodes --operation.episode_indices "{short}"'
         )
+    expected = [int(row["length"]) for row in meta.episodes]
+    if lengths.tolist() != expected:
+        raise FramesError(
+            f"{meta.root}: its tables hold {len(lengths)} episodes of {len(paths.states)} frames, its description says "
+            f"{len(expected)} of {sum(expected)}. Fetch the whole dataset"
+        )
     shapes = shapes_of(meta, cameras, len(paths.states))
     place = choose_place(place, sum(int(np.prod(shape)) for shape in shapes.values()), device)
     if cache is not None or place == "file":
@@ -337,19 +363,16 @@ def open_frames(
 
 
 def read_columns(meta: Any, device: torch.device) -> dict[str, Tensor]:
-    """Actions and every observation that is a vector, (N, d)."""
+    """Actions and what a policy may see beside pictures, (N, d)."""
     import pyarrow.dataset
 
-    names = [
-        name
-        for name, feature in meta.features.items()
-        if feature["dtype"].startswith("float")
-        and len(feature["shape"]) == 1
-        and (name == ACTION or name.startswith("observation."))
-    ]
+    names = [name for name in (OBS_STATE, OBS_ENV_STATE, ACTION) if name in meta.features]
     files = sorted((Path(meta.root) / "data").glob("**/*.parquet"))
     table = pyarrow.dataset.dataset(files).to_table(columns=["index", *names]).sort_by("index")
-    columns = {name: torch.tensor(np.stack(table[name].to_numpy()), dtype=torch.float32) for name in names}
+    columns = {
+        name: torch.tensor(np.stack(table[name].to_numpy()), dtype=torch.float32).reshape(len(table), -1)
+        for name in names
+    }
     for name, column in columns.items():
         if not (finite := torch.isfinite(column).all(1)).all():
             raise FramesError(f"{meta.root}: {name} of frame {int((~finite).nonzero()[0])} is not finite")

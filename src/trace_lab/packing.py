@@ -59,11 +59,13 @@ def _together(dataset: Path, count: int, settings: Sequence[str], seconds: float
         str(folder),
         *settings,
     ]
-    jobs = [subprocess.Popen([*command[:4], str(i), *command[4:]], stderr=subprocess.PIPE) for i in range(count)]
-    failed = [job.communicate()[1] for job in jobs]
-    lost = sum(job.returncode != 0 for job in jobs)
+    jobs = []
+    for i in range(count):
+        with (folder / f"{count}-{i}.log").open("w") as log:
+            jobs.append(subprocess.Popen([*command[:4], str(i), *command[4:]], stdout=log, stderr=log))
+    lost = sum(job.wait() != 0 for job in jobs)
     if lost == count:
-        raise PackingError(failed[0].decode(errors="replace")[-1000:])
+        raise PackingError((folder / f"{count}-0.log").read_text(errors="replace")[-1000:])
     speeds = [json.loads((folder / f"{count}-{i}").read_text()) for i, job in enumerate(jobs) if job.returncode == 0]
     total = 0.0 if lost else sum(speeds)
     return Packed(count, round(total, 1), round(sum(speeds) / len(speeds), 1), lost)
@@ -106,7 +108,7 @@ def _one(arguments: list[str]) -> None:
     names = {name: changes.pop(name) for name in ("preset", "policy", "memory") if name in changes}
     made = recipe(names.get("preset", "default"), names.get("policy", "act"), names.get("memory", "trace"), changes)
     accelerator = Accelerator(mixed_precision="bf16" if cuda else "no")
-    store = open_frames(open_dataset(Path(dataset)), accelerator.device)
+    store = open_frames(open_dataset(Path(dataset)), accelerator.device, cache=here / "frames")
     training = Training.begin(made, int(number), store, accelerator)
     for _ in range(3):
         training.update()
@@ -121,7 +123,8 @@ def _one(arguments: list[str]) -> None:
             torch.cuda.synchronize()
         targets += made.batch
     (here / f"{count}-{number}").write_text(json.dumps(targets / (time.perf_counter() - begin)))
-    while len(list(here.glob(f"{count}-?"))) < int(count) and time.monotonic() < limit:
+    others = [here / f"{count}-{i}" for i in range(int(count))]
+    while not all(each.exists() for each in others) and time.monotonic() < limit:
         training.update()  # the others are still being measured
 
 

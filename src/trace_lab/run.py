@@ -6,6 +6,7 @@ matter.
 import fcntl
 import json
 import os
+import re
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator
@@ -15,6 +16,9 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
+
+OURS = re.compile(r"lock|run\.json\..*")  # what a run that was killed before it began may have left
 KEPT = 2  # checkpoints that stay: if the newest should ever turn out bad, there is one before it
 
 
@@ -57,26 +61,34 @@ class Run:
 
     folder: Path
 
-    @classmethod
-    def begin(cls, folder: Path, asked: dict[str, Any]) -> "Run":
-        """The run that was asked for: a new one, or the one that is there, if it was asked for the same."""
-        run, note = cls(folder), folder / "run.json"
-        asked = json.loads(json.dumps(asked))
+    def check(self, asked: dict[str, Any]) -> None:
+        """A RunError unless the folder is new, or a run that was asked for the same. Changes nothing."""
+        folder, note = self.folder, self.folder / "run.json"
         if note.exists():
             before = json.loads(note.read_text())["asked"]
-            if differ := differences(before, asked):
+            if differ := differences(before, json.loads(json.dumps(asked))):
                 raise RunError(
                     f"{folder} is a run of other settings ({'; '.join(differ[:4])}"
                     f"{f'; and {len(differ) - 4} more' if len(differ) > 4 else ''}). Nothing was changed: choose another "
                     "--out, or ask for the same"
                 )
-            return run
-        if folder.exists() and (not folder.is_dir() or any(each.name != "lock" for each in folder.iterdir())):
+        elif folder.exists() and not folder.is_dir():
+            raise RunError(f"{folder} is a file, expected a folder")
+        elif folder.exists() and any(not OURS.fullmatch(each.name) for each in folder.iterdir()):
             raise RunError(f"{folder} is not empty and has no run.json, expected a new folder or one of tracemem train")
-        run.checkpoints.mkdir(parents=True, exist_ok=True)
-        easy = {name: asked[name] for name in ("task", "seed") if name in asked}
-        write_json(note, easy | {"asked": asked, "commit": commit(), "versions": versions()})
-        return run
+
+    def begin(self, asked: dict[str, Any]) -> None:
+        """Notes what was asked for, if it is not noted. `last` becomes the last checkpoint, however the one before ended."""
+        self.check(asked)
+        note = self.folder / "run.json"
+        if not note.exists():
+            easy = {name: asked[name] for name in ("task", "seed") if name in asked}
+            content = easy | {"asked": asked, "commit": commit(), "versions": versions()}
+            self.folder.mkdir(parents=True, exist_ok=True)
+            write_json(note, content)
+        self.checkpoints.mkdir(exist_ok=True)
+        if done := self.finished():
+            self._point(done[-1])
 
     @property
     def checkpoints(self) -> Path:
@@ -107,7 +119,7 @@ class Run:
         try:
             unfinished.mkdir()
             write(unfinished)
-        except OSError as error:
+        except (OSError, RuntimeError, SafetensorError) as error:  # PyTorch and safetensors have errors of their own
             shutil.rmtree(unfinished, ignore_errors=True)
             left = (
                 f"the checkpoint of update {self.finished()[-1]} is intact" if self.finished() else "there is none yet"
@@ -117,12 +129,17 @@ class Run:
                 "again"
             ) from error
         unfinished.rename(self.checkpoint(step))
+        self._point(step)
+        for old in self.finished()[:-KEPT]:
+            self.checkpoint(old).rename(unfinished)  # half a checkpoint must not look like one
+            shutil.rmtree(unfinished)
+
+    def _point(self, step: int) -> None:
+        """`last` leads to this checkpoint."""
         link = self.checkpoints / "last.new"
         link.unlink(missing_ok=True)
         link.symlink_to(self.checkpoint(step).name)
         link.replace(self.checkpoints / "last")
-        for old in self.finished()[:-KEPT]:
-            shutil.rmtree(self.checkpoint(old))
 
     def log(self, line: dict[str, Any]) -> None:
         """One line more."""

@@ -5,6 +5,7 @@ where its last checkpoint was, to the same weights (bit for bit on a CPU). Batch
 
 import contextlib
 import json
+import os
 import signal
 import sys
 import time
@@ -23,7 +24,6 @@ from lerobot.policies.factory import get_policy_class, make_pre_post_processors
 from lerobot.utils.constants import ACTION, IMAGENET_STATS
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from torch import Tensor
 
 import lerobot_policy_trace  # noqa: F401  (registers the policies)
 from lerobot_policy_trace.configuration_trace import MemoryOptions
@@ -33,10 +33,12 @@ from trace_lab.batches import Batches, generator
 from trace_lab.frames import FramesError, FrameStore, fingerprint, open_dataset, open_frames
 from trace_lab.recipe import Recipe, RecipeError, parse, recipe
 from trace_lab.run import Run, RunError
-from trace_memory.graphs import GraphedScan
-from trace_memory.memory import Readout
+from trace_memory.graphs import GraphedScans
+from trace_memory.memory import MemoryInputError
 
 LOG = 20  # updates between two lines of metrics
+DIVERGED = "The last checkpoint is from before that. A smaller lr, memory_lr or clip may help"
+INSIST = 3.0  # seconds after which a second Ctrl-C is meant
 
 
 class Stopped(Exception):  # noqa: N818
@@ -65,7 +67,7 @@ def configuration(made: Recipe, meta: Any, device: str) -> Any:
     kind = PreTrainedConfig.get_choice_class(f"trace_{made.policy}")
     try:
         memory = MemoryOptions(name=made.memory, **(memory_rates | made.memory_options))
-        return kind(
+        config: Any = kind(
             input_features=inputs,
             output_features=output,
             device=device,
@@ -73,8 +75,10 @@ def configuration(made: Recipe, meta: Any, device: str) -> Any:
             memory=memory,
             **(rates | made.policy_options),
         )
+        config.validate_features()
     except (TypeError, ValueError) as error:
         raise RecipeError(f"{made.policy} with memory {made.memory}: {error}") from error
+    return config
 
 
 def pipelines(config: Any, meta: Any) -> tuple[Any, Any]:
@@ -90,24 +94,6 @@ def settle() -> None:
     # Gradients through nearly closed gates are tiny; where they become subnormal, a CPU is ten times slower on them.
     torch.set_flush_denormal(True)
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
-
-
-class Scans:
-    """A captured scan for each shape of a batch, made before training begins."""
-
-    def __init__(self, policy: Any, rows: int, lengths: list[int], device: torch.device):
-        self.made = {}
-        assert policy.recall is not None
-        memory = policy.recall.memory
-        for length in lengths:
-            contents = torch.randn(rows, length, memory.content, device=device, requires_grad=True)
-            path = torch.randn(rows, length, memory.channels, device=device)
-            valid = torch.ones(rows, length, dtype=torch.bool, device=device)
-            self.made[length] = GraphedScan(memory, contents, path, valid)
-
-    def __call__(self, contents: Tensor, path: Tensor, valid: Tensor) -> Readout:
-        """As `memory.scan`, without the state."""
-        return self.made[contents.shape[1]](contents.float(), path, valid)
 
 
 @dataclass
@@ -145,8 +131,9 @@ class Training:
         batches = Batches(store, config, before, made, seed, share, shares)
         if policy.recall is not None:
             policy._test_once()  # the statistics, before the first batch
-            if batches.whole and device.type == "cuda" and not made.truncate:
-                policy.captured = Scans(policy, made.episodes // shares, batches.lengths(), device)
+            # Capture and DistributedDataParallel do not go together: several GPUs scan step by step.
+            if batches.whole and device.type == "cuda" and not made.truncate and shares == 1:
+                policy.captured = GraphedScans(policy.recall.memory, made.episodes, batches.lengths())
         return cls(made, seed, policy, model, optimizer, batches, accelerator, before, after)
 
     def update(self) -> dict[str, Any]:
@@ -159,8 +146,11 @@ class Training:
         total = torch.zeros((), device=self.accelerator.device)
         named: dict[str, Any] = {}
         for batch, weight in self.batches.at(self.step):
-            with self.accelerator.autocast():
-                loss, logs = self.model(batch)
+            try:
+                with self.accelerator.autocast():
+                    loss, logs = self.model(batch)
+            except MemoryInputError as error:
+                raise RunError(f"update {self.step + 1}: {error}. {DIVERGED}") from error
             self.accelerator.backward(loss * weight)
             total += loss.detach() * weight
             named = logs or {}
@@ -168,6 +158,13 @@ class Training:
         self.optimizer.step()
         self.step += 1
         return {"loss": total, "gradient": norm, **named}
+
+    def agree(self, stop: bool) -> bool:  # noqa: FBT001
+        """Whether any of the processes has been asked to stop: all must stop after the same update."""
+        if self.accelerator.num_processes == 1:
+            return stop
+        asked = torch.tensor(float(stop), device=self.accelerator.device)
+        return bool(self.accelerator.reduce(asked, "sum") > 0)
 
     # -- checkpoints -------------------------------------------------------------------------------------------------------
 
@@ -199,13 +196,15 @@ class Training:
 
 @contextlib.contextmanager
 def listening() -> Iterator[Callable[[], bool]]:
-    """Whether someone has asked to stop: Ctrl-C or a polite kill ends the training after the update that is going on."""
-    asked: list[int] = []
+    """Whether someone has asked to stop: Ctrl-C or a polite kill ends the training after the update that is going on.
+    Whoever insists, later than a launcher that only passes the same signal on, stops it at once.
+    """
+    asked: list[float] = []
 
-    def hear(number: int, _frame: Any) -> None:
-        if asked:
+    def hear(_number: int, _frame: Any) -> None:
+        if asked and time.monotonic() - asked[0] > INSIST:
             raise KeyboardInterrupt
-        asked.append(number)
+        asked.append(time.monotonic())
 
     try:
         before = {number: signal.signal(number, hear) for number in (signal.SIGINT, signal.SIGTERM)}
@@ -228,23 +227,23 @@ def follow(training: Training, run: Run, console: Console) -> None:
         bar = progress.add_task("training", total=made.steps, completed=training.step, note="")
         while training.step < made.steps:
             metrics = training.update()
-            due = training.step % made.checkpoint == 0 or training.step == made.steps
+            stop = training.agree(asked())
+            due = stop or training.step % made.checkpoint == 0 or training.step == made.steps
             if due or training.step % LOG == 0:
                 line = {name: round(float(value), 6) for name, value in metrics.items()}
                 if not all(map(torch.isfinite, map(torch.tensor, (line["loss"], line["gradient"])))):
                     raise RunError(
-                        f"the loss became {line['loss']} at update {training.step} (gradient {line['gradient']}); the last "
-                        "checkpoint is from before that. A smaller lr, memory_lr or clip may help"
+                        f"the loss became {line['loss']} at update {training.step} (gradient {line['gradient']}). {DIVERGED}"
                     )
                 speed = (training.step - first) * made.batch / (time.perf_counter() - begun)
                 if main and training.step % LOG == 0:
                     run.log({"step": training.step, **line})
                 progress.update(bar, note=f"loss {line['loss']:.4f}  {speed:,.0f} targets/s")
             progress.update(bar, completed=training.step)
-            if main and (due or asked()):
+            if main and due:
                 run.save(training.step, training.write)
-            if asked():
-                raise Stopped
+            if stop:
+                raise Stopped(training.step)
 
 
 @dataclass(frozen=True)
@@ -292,22 +291,26 @@ def run_training(
     )
     if device == "cuda" and accelerator.device.type != "cuda":
         raise RunError("device: got 'cuda', but PyTorch finds no GPU")
-    main = accelerator.is_main_process
-    with Run(out).locked() if main else contextlib.nullcontext():
-        run = Run.begin(out, asked) if main else Run(out)
-        accelerator.wait_for_everyone()
+    run, main = Run(out), accelerator.is_main_process
+    run.check(asked)
+    with run.locked() if main else contextlib.nullcontext():
         store = open_frames(meta, accelerator.device, place=frames, cache=cache, console=console)
         training = Training.begin(made, seed, store, accelerator)
+        if main:
+            run.begin(asked)
+        accelerator.wait_for_everyone()
         if done := run.finished():
             training.read(run.checkpoint(done[-1]))
-            if main:
-                run.forget_after(training.step)
+        accelerator.wait_for_everyone()
+        if main:
+            run.forget_after(training.step)
         begun, first = time.perf_counter(), training.step
         try:
             follow(training, run, console)
         finally:
             if main:
-                run.draw()
+                with contextlib.suppress(OSError):  # a full disk is told of by what filled it
+                    run.draw()
         seconds = time.perf_counter() - begun
         lines = run.lines()
         return Result(
@@ -365,16 +368,20 @@ def train(
     except (RecipeError, FramesError, DatasetError, RunError) as error:
         print(f"tracemem train: {error}", file=sys.stderr)  # noqa: T201
         return 2 if isinstance(error, RecipeError) else 1
-    except (Stopped, KeyboardInterrupt):
-        again = f"tracemem train: stopped. What was learnt is in {out}; the same command goes on from there"
-        print(again, file=sys.stderr)  # noqa: T201
+    except (Stopped, KeyboardInterrupt) as error:
+        saved = (
+            f"saved after update {error}" if isinstance(error, Stopped) else "not saved; checkpoints from before stay"
+        )
+        print(f"tracemem train: stopped, {saved}. The same command goes on", file=sys.stderr)  # noqa: T201
         return 130
+    if int(os.environ.get("RANK", "0")):  # one of several processes speaks
+        return 0
     if json_:
         print(json.dumps(vars(result)))  # noqa: T201
     else:
         console.print(
             f"Wrote {result.checkpoint}: {result.step} updates, loss {result.loss}, {result.seconds:.0f} s, "
-            f"{result.targets_per_second:,.0f} targets/s. Curves: {out / 'curves.png'}",
+            f"{result.targets_per_second:,.0f} targets/s",
             markup=False,
             highlight=False,
             soft_wrap=True,

@@ -2,6 +2,7 @@
 one fixed shape; the eager scan is its reference.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -53,3 +54,23 @@ class GraphedScan:
         flat = self.captured(*given)
         slots, z, g, dg, alpha = flat[:5]
         return Readout(slots, z, g, dg, alpha, Routing(*flat[5:]) if len(flat) > 5 else None)
+
+
+class GraphedScans:
+    """A captured scan for each of a few lengths, all with as many rows."""
+
+    def __init__(self, memory: Memory, rows: int, lengths: Sequence[int]):
+        like = memory._like
+        self.made: dict[int, GraphedScan] = {}
+        for length in lengths:
+            contents = torch.randn(
+                rows, length, memory.content, dtype=like.dtype, device=like.device, requires_grad=True
+            )
+            path = torch.randn(rows, length, memory.channels, dtype=like.dtype, device=like.device)
+            self.made[length] = GraphedScan(memory, contents, path)
+
+    def __call__(self, contents: Tensor, path: Tensor, valid: Tensor) -> Readout:
+        """As `GraphedScan`; contents may be of half precision."""
+        if contents.shape[1] not in self.made:
+            raise ValueError(f"contents: {contents.shape[1]} steps, expected one of {', '.join(map(str, self.made))}")
+        return self.made[contents.shape[1]](contents.to(path.dtype), path, valid)

@@ -1,9 +1,11 @@
 """The frame store gives what LeRobot's loader gives, from wherever it keeps it, and refuses what it cannot use."""
 
+import copy
 import errno
 import json
 import shutil
 
+import pyarrow.compute
 import pyarrow.parquet
 import pytest
 import torch
@@ -136,6 +138,29 @@ def test_what_is_no_dataset_or_an_empty_one_is_refused(dataset, tmp_path):
 def test_a_missing_camera_is_named(store):
     with pytest.raises(FramesError, match=r"has no camera observation\.images\.rear; its cameras are .*overhead"):
         open_frames(store.meta, "cpu", cameras=["observation.images.rear"])
+
+
+def test_a_camera_of_single_images_is_named(store):
+    meta = copy.copy(store.meta)
+    meta.info = copy.deepcopy(store.meta.info)
+    meta.info.features[CAMERA]["dtype"] = "image"
+    with pytest.raises(FramesError, match=r"left_wrist stored as single images, expected video"):
+        open_frames(meta, "cpu")
+
+
+def test_part_of_a_dataset_is_refused(dataset, tmp_path):
+    shutil.copytree(dataset, tmp_path / "cable")
+    (table,) = (tmp_path / "cable" / "data").glob("**/*.parquet")
+    content = pyarrow.parquet.read_table(table)
+    keep = pyarrow.compute.equal(content["episode_index"], 1)
+    pyarrow.parquet.write_table(content.filter(keep), table)
+    with pytest.raises(FramesError, match=r"its tables hold 1 episodes of \d+ frames, its description says 2 of"):
+        open_frames(open_dataset(tmp_path / "cable"), "cpu")
+
+
+def test_two_threads_may_read_one_file(store):
+    one = open_frames(store.meta, "cpu", cameras=[CAMERA])
+    assert torch.equal(one.cameras[CAMERA], store.cameras[CAMERA])
 
 
 def test_an_episode_of_one_frame_is_named(store, monkeypatch):

@@ -187,10 +187,10 @@ def test_every_way_of_training_changes_the_weights(data, tmp_path, policy, memor
 def test_loss_falls(data):
     torch.set_num_threads(1)
     store = open_frames(open_dataset(data[0]), "cpu", cache=data[1])
-    made = small(steps=40, warmup=1, lr=1e-3, backbone_lr=1e-3, memory_lr=1e-3)
+    made = small(steps=40, warmup=1, lr=1e-3, backbone_lr=1e-3, memory_lr=1e-3, **{"memory.update_every": 64})
     training = Training.begin(made, 0, store, Accelerator(cpu=True))
-    losses = [float(training.update()["l1_loss"]) for _ in range(25)]
-    assert sum(losses[-5:]) < 0.8 * sum(losses[:5])
+    losses = [float(training.update()["l1_loss"]) for _ in range(16)]
+    assert sum(losses[-4:]) < 0.85 * sum(losses[:4])
 
 
 def test_two_processes_train_what_one_trains(data, tmp_path):
@@ -247,7 +247,8 @@ def test_one_training_at_a_time(data, straight):
 
 
 def test_a_full_disk_leaves_the_last_checkpoint(tmp_path):
-    run = Run.begin(tmp_path / "run", {"seed": 1})
+    run = Run(tmp_path / "run")
+    run.begin({"seed": 1})
     run.save(2, lambda folder: (folder / "x").write_text("2") and None)
 
     def full(folder):
@@ -266,8 +267,40 @@ def test_a_full_disk_leaves_the_last_checkpoint(tmp_path):
     assert run.finished() == [6, 8]
 
 
+def test_what_a_kill_may_leave_is_mended(tmp_path):
+    run = Run(tmp_path / "run")
+    run.folder.mkdir()
+    for name in ("lock", "run.json.123"):
+        (run.folder / name).touch()
+    run.begin({"seed": 1})
+    for step in (2, 4):
+        run.save(step, lambda folder: (folder / "x").write_text("x") and None)
+    (run.checkpoints / "last").unlink()
+    (run.checkpoints / "last").symlink_to("000002")  # killed after the checkpoint, before the link
+    run.begin({"seed": 1})
+    assert (run.checkpoints / "last").resolve().name == "000004"
+    with pytest.raises(RunError, match="seed was 1, now 2"):
+        run.begin({"seed": 2})
+    (tmp_path / "file").touch()
+    with pytest.raises(RunError, match="is a file, expected a folder"):
+        Run(tmp_path / "file").check({})
+
+
+def test_pytorchs_own_error_of_a_full_disk_is_one_too(tmp_path):
+    run = Run(tmp_path / "run")
+    run.begin({})
+
+    def full(_):
+        raise RuntimeError("[enforce fail at inline_container.cc] . PytorchStreamWriter failed writing file")
+
+    with pytest.raises(RunError, match=r"update 2 could not be written .*; there is none yet"):
+        run.save(2, full)
+    assert list(run.checkpoints.iterdir()) == []
+
+
 def test_lines_of_updates_that_are_done_again_are_dropped(tmp_path):
-    run = Run.begin(tmp_path / "run", {})
+    run = Run(tmp_path / "run")
+    run.begin({})
     for step in (20, 40, 60):
         run.log({"step": step, "loss": 1.0})
     with run.metrics.open("a") as file:
@@ -316,7 +349,7 @@ def test_a_loss_that_is_no_number_stops_before_it_is_saved(data, tmp_path, monke
 def test_bad_recipes_are_named(data, tmp_path, capsys, words, expected):
     assert main(["train", str(data[0]), "--out", str(tmp_path / "run"), "--device", "cpu", *words]) == 2
     assert expected in capsys.readouterr().err
-    assert not (tmp_path / "run" / "checkpoints").exists()
+    assert not (tmp_path / "run" / "run.json").exists()
 
 
 def test_no_dataset_no_folder(tmp_path, capsys):

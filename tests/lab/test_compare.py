@@ -1,0 +1,246 @@
+"""The comparison: the right steps in the right order, nothing twice, failures told; packed by what was measured."""
+
+import json
+import threading
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import pytest
+import torch
+
+from trace_lab import compare as compare_module
+from trace_lab import packing
+from trace_lab.cli import main
+from trace_lab.compare import GROUPS, Plan, method, methods_of, steps_of, work
+from trace_lab.packing import Packed, choose
+from trace_lab.recipe import RecipeError
+from trace_lab.runners import Here, OnRay
+from trace_memory.config import MEMORIES
+
+SHEET = {
+    "split": "heldout", "cue": 0, "delay": 60, "cue_gone": 10, "steps": 100, "drops": 0, "outcome": "timeout",
+}  # fmt: skip
+
+
+def plan(tmp_path, tasks=("Cable",), methods=(("act", "none"), ("act", "trace")), seeds=(0,)) -> Plan:
+    return Plan(tmp_path, tasks, methods, seeds, "tiny", ("steps=4",), 3, 64, 2, tmp_path / "data")
+
+
+class Fake:
+    """Does what the commands would leave behind, and notes when."""
+
+    def __init__(self, fail: str = ""):
+        self.pool, self.fail = ThreadPoolExecutor(4), fail
+        self.begun, self.ended, self.lock = [], [], threading.Lock()
+
+    def submit(self, command, log) -> Future:
+        return self.pool.submit(self.run, command, log)
+
+    def run(self, command, log) -> int:
+        with self.lock:
+            self.begun.append((command, list(self.ended)))
+        log.parent.mkdir(exist_ok=True)
+        log.write_text("some words\nthe last words\n")
+        time.sleep(0.02)
+        if self.fail and self.fail in " ".join(command):
+            return 1
+        getattr(self, command[0])(command)
+        with self.lock:
+            self.ended.append(command)
+        return 0
+
+    def collect(self, command) -> None:
+        folder = self.value(command, "--out") / "meta"
+        folder.mkdir(parents=True)
+        (folder / "trace_bench.json").write_text(json.dumps({"episodes": int(self.text(command, "--episodes"))}))
+
+    def train(self, command) -> None:
+        (self.value(command, "--out") / "checkpoints" / "000004").mkdir(parents=True)
+
+    def eval(self, command) -> None:
+        task, run = self.text(command, "--task"), command[1]
+        folder = compare_module.Path(run) / "evaluation" / task
+        folder.mkdir(parents=True)
+        policy, memory = compare_module.Path(run).parent.name.split("+")
+        progress = 0.5 if memory == "none" else 1.0
+        rows = [
+            SHEET
+            | {"task": task, "seed": seed, "policy": policy, "memory": memory, "training_seed": 0, "progress": progress}
+            | {"stages": {"a": 1, "b": None if memory == "none" else 2}}
+            | {"decisions": [{"name": "b", "answer": 0, "frame": 1, "step": 2, "choice": 0, "correct": True}]}
+            for seed in range(2)
+        ]
+        (folder / "evaluation.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    @staticmethod
+    def text(command, name) -> str:
+        return command[command.index(name) + 1]
+
+    def value(self, command, name):
+        return compare_module.Path(self.text(command, name))
+
+
+def run(made: Plan, fake: Fake) -> dict:
+    from rich.console import Console
+
+    return work(steps_of(made, 1), fake, made.out, Console(stderr=True, quiet=True))
+
+
+def test_each_step_after_what_it_needs_and_none_twice(tmp_path):
+    made, fake = plan(tmp_path, tasks=("Cable", "Medicine"), seeds=(0, 1)), Fake()
+    assert run(made, fake) == {}
+    assert len(fake.begun) == len(set(fake.ended)) == 2 + 2 * 2 * 2 * 2
+    for command, ended in fake.begun:
+        names = [each[0] for each in ended]
+        if command[0] == "train":
+            assert any(each[0] == "collect" and Fake.text(each, "--out") == command[1] for each in ended), names
+        if command[0] == "eval":
+            assert any(each[0] == "train" and Fake.text(each, "--out") == command[1] for each in ended), names
+        if command[0] == "collect":  # one at a time: it uses all cores
+            before = [c for c, _ in fake.begun[: fake.begun.index((command, ended))] if c[0] == "collect"]
+            assert all(each in ended for each in before)
+    assert run(made, nothing := Fake()) == {}
+    assert nothing.begun == []
+    assert run(plan(tmp_path, tasks=("Cable", "Medicine"), seeds=(0, 1, 2)), more := Fake()) == {}
+    assert sorted(command[0] for command, _ in more.begun) == ["eval"] * 4 + ["train"] * 4
+
+
+def test_a_failure_is_told_and_only_what_needs_it_is_left(tmp_path):
+    made, fake = plan(tmp_path), Fake(fail="--memory trace")
+    failed = run(made, fake)
+    assert sorted(failed) == ["Cable: act+trace, seed 0", "Cable: act+trace, seed 0, evaluation"]
+    assert [command[0] for command in fake.ended] == ["collect", "train", "eval"]
+    assert "the last words" in next(iter(failed.values())).read_text()
+    assert run(made, again := Fake()) == {}
+    assert [command[0] for command in again.ended] == ["train", "eval"]
+
+
+def test_the_command_writes_tables_and_refuses_other_settings(tmp_path, monkeypatch, capsys):
+    fake = Fake()
+    monkeypatch.setattr(compare_module, "Here", lambda *_: _Context(fake))
+    out = tmp_path / "out"
+    words = ["compare", "--out", str(out), "--tasks", "cable", "--methods", "act", "act+trace", "--preset", "tiny",
+             "--demonstrations", "3", "--runner", "here", "--jobs", "2", "--episodes", "2", "--set", "steps=4"]  # fmt: skip
+    assert main([*words, "--json"]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert json.loads((out / "tables.json").read_text()) == printed
+    assert "TRACE Regression" in (out / "tables.md").read_text()
+    assert "50.0" in (out / "tables.md").read_text()
+    kept = (out / "compare.json").read_bytes()
+    assert main([*words[:-1], "steps=5"]) == 2
+    assert "comparison with other settings (changes was ['steps=4'], now ['steps=5'])" in capsys.readouterr().err
+    assert (out / "compare.json").read_bytes() == kept
+    assert main([*words, "--plan-only"]) == 0
+    assert capsys.readouterr().err.count("done: ") == 5
+
+
+class _Context:
+    def __init__(self, fake):
+        self.fake = fake
+
+    def __enter__(self):
+        return self.fake
+
+    def __exit__(self, *_):
+        return None
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["--tasks", "cabel"], "there is no task 'cabel'; did you mean 'Cable'?"),
+        (["--methods", "atc+trace"], "method: there is no 'atc'; did you mean 'act'?"),
+        (["--methods", "act+tarce"], "there is no 'tarce'; did you mean 'trace'?"),
+        (["--preset", "small"], "preset: there is no 'small'"),
+        (["--jobs", "0"], "jobs: got 0, expected 1 or more"),
+    ],
+)
+def test_unknown_names_are_told_with_the_nearest(tmp_path, capsys, words, expected):
+    assert main(["compare", "--out", str(tmp_path / "out"), *words]) == 2
+    assert expected in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_folder_with_other_things_is_left_alone(tmp_path, capsys):
+    (tmp_path / "precious").touch()
+    assert main(["compare", "--out", str(tmp_path), "--tasks", "cable"]) == 2
+    assert "is not empty and has no compare.json" in capsys.readouterr().err
+
+
+def test_groups_of_methods():
+    assert methods_of(["main", "act", "act+gru"])[:2] == (("act", "none"), ("diffusion", "none"))
+    assert len(methods_of(["main", "act"])) == 4
+    assert {memory for _, memory in methods_of(["all"])} == set(MEMORIES)
+    assert len(methods_of(GROUPS)) == 2 * len(MEMORIES)
+    assert method("diffusion+lru") == ("diffusion", "lru")
+    with pytest.raises(RecipeError):
+        method("")
+
+
+@pytest.mark.parametrize("kind", ["here", "ray"])
+def test_real_processes(tmp_path, kind):
+    with Here(2, 1) if kind == "here" else OnRay(1, 1, None) as runner:
+        good = runner.submit(("--version",), tmp_path / "logs" / "good.log")
+        bad = runner.submit(("parms",), tmp_path / "logs" / "bad.log")
+        assert good.result(timeout=120) == 0
+        assert bad.result(timeout=120) == 2
+    assert (tmp_path / "logs" / "good.log").read_text().startswith("$ tracemem --version\n0.")
+    assert "did you mean 'params'" in (tmp_path / "logs" / "bad.log").read_text()
+
+
+# -- packing ---------------------------------------------------------------------------------------------------------------
+
+
+def test_the_fewest_that_do_nearly_the_most_are_chosen():
+    rows = lambda *totals: [Packed(n, total, total / n, 0) for n, total in zip((1, 4, 8), totals, strict=True)]  # noqa: E731
+    assert choose(rows(100, 300, 310)) == 4
+    assert choose(rows(100, 300, 400)) == 8
+    assert choose(rows(100, 90, 80)) == 1
+    assert choose(rows(100, 102, 115)) == 8
+
+
+def test_what_was_measured_is_used_only_on_such_a_device(tmp_path):
+    note = tmp_path / "packing.json"
+    assert packing.load(note, "cpu") is None
+    note.write_text(json.dumps({"device": "cpu", "rows": [vars(Packed(1, 2.0, 2.0, 0))]}))
+    assert packing.load(note, "cpu") == [Packed(1, 2.0, 2.0, 0)]
+    assert packing.load(note, "NVIDIA H200") is None
+
+
+def test_trainings_are_measured_side_by_side(dataset):
+    small = [
+        "preset=tiny",
+        "episodes=1",
+        "targets=2",
+        "policy.dim_model=32",
+        "policy.n_heads=2",
+        "memory.update_every=64",
+    ]
+    (row,) = packing.measure(dataset, (2,), small, seconds=0.5)
+    assert row.count == 2
+    assert row.failed == 0
+    assert row.total == pytest.approx(2 * row.each, abs=0.2)
+    assert row.total > 0
+
+
+def test_a_training_that_does_not_run_is_told(tmp_path):
+    with pytest.raises(packing.PackingError, match=r"no meta/info\.json there"):
+        packing.measure(tmp_path, (1,), seconds=0.5)
+
+
+def test_compare_measures_once(tmp_path, monkeypatch):
+    made, measured = plan(tmp_path), []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "a GPU")
+    monkeypatch.setattr(compare_module, "Here", lambda *_: _Context(Fake()))
+
+    def measure(data, settings):
+        measured.append((data, settings))
+        return [Packed(1, 10.0, 10.0, 0), Packed(4, 30.0, 7.5, 0)]
+
+    monkeypatch.setattr(packing, "measure", measure)
+    from rich.console import Console
+
+    for _ in range(2):
+        assert compare_module.fit(made, tmp_path, Console(quiet=True)) == 4
+    assert measured == [(tmp_path / "data" / "cable", ["preset=tiny", "policy=act", "memory=trace", "steps=4"])]
