@@ -169,8 +169,9 @@ def main() -> None:
         note("ACT without memory, our engine", ours(store, changes, "none", given.steps, given.device))
         del store
         for workers in given.workers:
-            note(f"stock ACT, lerobot-train, {workers} workers",
-                 stock(given.dataset, given.batch, workers, given.stock_steps or 16 + 4 * workers, given.device))  # fmt: skip
+            steps = given.stock_steps or 16 + 4 * workers
+            row = stock(given.dataset, given.batch, workers, steps, given.device)
+            note(f"stock ACT, lerobot-train, {workers} workers", row)
     if given.side_by_side:
         for row in side_by_side(given.dataset, given.side_by_side, given.set, 20.0):
             note(f"{row.pop('count')} trainings at once", row)

@@ -314,7 +314,7 @@ def compare(
         plan_only: say what would be done, and do nothing.
         json_: print the tables as JSON.
     """
-    console = Console(stderr=True)
+    console = Console(stderr=json_)
     try:
         names = tuple(TASKS) if "all" in tasks else tuple(dict.fromkeys(load(task).name for task in tasks))
         out = out.absolute()  # other machines begin in other folders

@@ -10,12 +10,17 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
+if TYPE_CHECKING:
+    from trace_lab.train import Training
+
 COUNTS = (1, 4, 8)
 WORTH = 1.05  # more trainings at once must bring at least so much more in total
-SHORT = 15.0  # seconds of a measurement, after everything has started
+SHORT = 10.0  # seconds of a measurement, after everything has started
+POLL = 0.02  # seconds between two looks at what the others have done
 
 
 @dataclass(frozen=True)
@@ -35,44 +40,62 @@ class PackingError(Exception):
 def measure(
     dataset: Path, counts: Sequence[int] = COUNTS, settings: Sequence[str] = (), seconds: float = SHORT
 ) -> list[Packed]:
-    """Runs so many trainings side by side for a while, each a process as in real life."""
-    rows = []
-    with tempfile.TemporaryDirectory() as folder:
-        for count in counts:
-            rows.append(_together(dataset, count, settings, seconds, Path(folder)))
-            if rows[-1].failed:  # more will not fit either
-                break
-    if not rows or rows[0].total == 0:
-        raise PackingError(f"no training of {dataset} ran here: try tracemem train {dataset}")
-    return rows
+    """Starts as many trainings as the largest count, each a process as in real life, and lets so many of them work at once
+    as are asked for, one count after the other. Those that do not fit on the device are told as failed.
+    """
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        jobs = [_begin(dataset, number, settings, folder) for number in range(max(counts))]
+        try:
+            ready = _ready(jobs, folder)
+            if not ready:
+                words = (folder / "0.log").read_text(errors="replace").strip().splitlines()
+                raise PackingError(f"no training of {dataset} ran here: {words[-1] if words else 'it said nothing'}")
+            return [_together(count, ready, jobs, folder, seconds) for count in counts]
+        finally:
+            for job in jobs:
+                job.kill()
+                job.wait()
 
 
-def _together(dataset: Path, count: int, settings: Sequence[str], seconds: float, folder: Path) -> Packed:
-    """They start at different times; what counts is the stretch in which all of them are at work."""
-    command = [
-        sys.executable,
-        "-m",
-        "trace_lab.packing",
-        str(dataset),
-        str(count),
-        str(seconds),
-        str(folder),
-        *settings,
-    ]
-    jobs = []
-    for i in range(count):
-        with (folder / f"{count}-{i}.log").open("w") as log:
-            jobs.append(subprocess.Popen([*command[:4], str(i), *command[4:]], stdout=log, stderr=log))
-    lost = sum(job.wait() != 0 for job in jobs)
-    if lost == count:
-        raise PackingError((folder / f"{count}-0.log").read_text(errors="replace")[-1000:])
-    speeds = [json.loads((folder / f"{count}-{i}").read_text()) for i, job in enumerate(jobs) if job.returncode == 0]
+def _begin(dataset: Path, number: int, settings: Sequence[str], folder: Path) -> "subprocess.Popen[bytes]":
+    with (folder / f"{number}.log").open("w") as log:
+        words = [sys.executable, "-m", "trace_lab.packing", str(dataset), str(number), str(folder), *settings]
+        return subprocess.Popen(words, stdout=log, stderr=log)
+
+
+def _ready(jobs: "Sequence[subprocess.Popen[bytes]]", folder: Path) -> list[int]:
+    """The numbers of those that got as far as training, once all have or have given up."""
+    waiting = set(range(len(jobs)))
+    while waiting:
+        waiting = {n for n in waiting if jobs[n].poll() is None and not (folder / f"{n}.ready").exists()}
+        time.sleep(POLL)
+    return [n for n in range(len(jobs)) if jobs[n].poll() is None]
+
+
+def _together(
+    count: int, ready: list[int], jobs: "Sequence[subprocess.Popen[bytes]]", folder: Path, seconds: float
+) -> Packed:
+    """The first `count` of them work for a while; the others wait."""
+    who = ready[:count]
+    if len(who) < count:
+        return Packed(count, 0.0, 0.0, count - len(who))
+    note = folder / f"go-{count}"
+    note.with_suffix(".new").write_text(json.dumps({"who": who, "seconds": seconds}))
+    note.with_suffix(".new").replace(note)
+    results = [folder / f"{count}-{number}" for number in who]
+    while not all(result.exists() or jobs[n].poll() is not None for n, result in zip(who, results, strict=True)):
+        time.sleep(POLL)
+    speeds = [json.loads(result.read_text()) for result in results if result.exists()]
+    lost = count - len(speeds)
     total = 0.0 if lost else sum(speeds)
-    return Packed(count, round(total, 1), round(sum(speeds) / len(speeds), 1), lost)
+    return Packed(count, round(total, 1), round(total / count, 1), lost)
 
 
 def choose(rows: Sequence[Packed]) -> int:
     """The fewest at once that do (nearly) the most together."""
+    if rows[0].total == 0:
+        raise PackingError(f"not even {rows[0].count} of these trainings fit here: a smaller batch may")
     best = rows[0]
     for row in rows[1:]:
         if row.total > WORTH * best.total:
@@ -94,7 +117,7 @@ def device_name() -> str:
 
 
 def _one(arguments: list[str]) -> None:
-    """One of the trainings: waits for the others, then counts its targets for a while, and works on until all are done."""
+    """One of the trainings: begins, says that it is ready, works when told to."""
     from accelerate import Accelerator
 
     from trace_lab.frames import open_dataset, open_frames
@@ -102,8 +125,8 @@ def _one(arguments: list[str]) -> None:
     from trace_lab.train import Training, settle
 
     settle()
-    dataset, number, count, seconds, folder, *settings = arguments
-    here, cuda = Path(folder), torch.cuda.is_available()
+    dataset, number, folder, *settings = arguments
+    here, cuda, done = Path(folder), torch.cuda.is_available(), set[Path]()
     changes = parse(settings)
     names = {name: changes.pop(name) for name in ("preset", "policy", "memory") if name in changes}
     made = recipe(names.get("preset", "default"), names.get("policy", "act"), names.get("memory", "trace"), changes)
@@ -112,20 +135,28 @@ def _one(arguments: list[str]) -> None:
     training = Training.begin(made, int(number), store, accelerator)
     for _ in range(3):
         training.update()
-    (here / f"{count}-{number}.ready").touch()
-    limit = time.monotonic() + 300
-    while len(list(here.glob(f"{count}-*.ready"))) < int(count) and time.monotonic() < limit:
-        training.update()
+    (here / f"{number}.ready").touch()
+    while here.exists():
+        for note in {each for each in here.glob("go-*") if not each.suffix} - done:
+            done.add(note)
+            told = json.loads(note.read_text())
+            if int(number) in told["who"]:
+                speed = _speed(training, told["seconds"])
+                result = here / f"{note.name.removeprefix('go-')}-{number}"
+                result.with_suffix(".new").write_text(json.dumps(speed))
+                result.with_suffix(".new").replace(result)
+        time.sleep(POLL)
+
+
+def _speed(training: "Training", seconds: float) -> float:
+    """Targets a second over a while."""
     begin, targets = time.perf_counter(), 0
-    while time.perf_counter() - begin < float(seconds):
+    while time.perf_counter() - begin < seconds:
         training.update()
-        if cuda:
+        if torch.cuda.is_available():
             torch.cuda.synchronize()
-        targets += made.batch
-    (here / f"{count}-{number}").write_text(json.dumps(targets / (time.perf_counter() - begin)))
-    others = [here / f"{count}-{i}" for i in range(int(count))]
-    while not all(each.exists() for each in others) and time.monotonic() < limit:
-        training.update()  # the others are still being measured
+        targets += training.made.batch
+    return targets / (time.perf_counter() - begin)
 
 
 if __name__ == "__main__":

@@ -360,7 +360,7 @@ def train(
         cache: a folder in which decoded pictures stay, for several runs on one dataset.
         json_: print the result as JSON.
     """
-    console = Console(stderr=True)
+    console = Console(stderr=json_)
     changes = {"steps": steps} if steps is not None else {}
     try:
         made = recipe(preset, policy, memory, changes | parse(set_))

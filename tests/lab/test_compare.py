@@ -131,7 +131,7 @@ def test_the_command_writes_tables_and_refuses_other_settings(tmp_path, monkeypa
     assert "comparison with other settings (changes was ['steps=4'], now ['steps=5'])" in capsys.readouterr().err
     assert (out / "compare.json").read_bytes() == kept
     assert main([*words, "--plan-only"]) == 0
-    assert capsys.readouterr().err.count("done: ") == 5
+    assert capsys.readouterr().out.count("done: ") == 5
 
 
 class _Context:
@@ -223,9 +223,22 @@ def test_trainings_are_measured_side_by_side(dataset):
     assert row.total > 0
 
 
-def test_a_training_that_does_not_run_is_told(tmp_path):
-    with pytest.raises(packing.PackingError, match=r"no meta/info\.json there"):
-        packing.measure(tmp_path, (1,), seconds=0.5)
+def test_trainings_that_do_not_fit_are_told(tmp_path):
+    class Dead:
+        def poll(self):
+            return 1
+
+    assert packing._together(4, [0, 2, 3], [Dead()] * 4, tmp_path, 1.0) == Packed(4, 0.0, 0.0, 1)
+    assert packing._together(2, [0, 1], [Dead()] * 2, tmp_path, 1.0) == Packed(2, 0.0, 0.0, 2)
+    assert choose([Packed(1, 5.0, 5.0, 0), Packed(4, 0.0, 0.0, 1)]) == 1
+    with pytest.raises(packing.PackingError, match="not even 1 of these trainings fit here"):
+        choose([Packed(1, 0.0, 0.0, 1)])
+
+
+def test_trainings_that_do_not_run_are_told(tmp_path, monkeypatch):
+    monkeypatch.setattr(packing.sys, "executable", "/bin/ls")  # it does not know these options, and says so
+    with pytest.raises(packing.PackingError, match=r"no training of .* ran here: .*ls"):
+        packing.measure(tmp_path, (1, 4), seconds=0.5)
 
 
 def test_compare_measures_once(tmp_path, monkeypatch):

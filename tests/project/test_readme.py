@@ -1,5 +1,6 @@
 """What the README tells people to type works: its Python runs, its commands run (made small), its links lead somewhere."""
 
+import contextlib
 import re
 import shlex
 from collections import defaultdict
@@ -18,6 +19,9 @@ SMALL = {
     "collect": "--episodes 1 --size 24 --workers 1",
     "probe-task": "--episodes 10 --size 24",
     "gallery": "--task Cable --size 40 --out {out}",
+    "train": "--preset tiny --steps 1 --set episodes=1 targets=2 memory.update_every=64 --device cpu",
+    "eval": "--episodes 1 --limit 3 --workers 1 --device cpu",
+    "compare": "--plan-only",
 }
 OK = defaultdict(lambda: {0}, {"probe-task": {0, 1}})  # so few episodes prove nothing either way
 
@@ -45,18 +49,33 @@ def test_there_are_commands():
     assert {"make demo", "make test", "tracemem probe"} <= set(commands())
 
 
-@pytest.mark.parametrize("command", commands())
-def test_commands_run(command, tmp_path, capsys):
+def run(command: str, made: Path) -> bool:
+    """Whether a command of the page does what it should, when made small."""
     program, name, *options = shlex.split(command)
+    assert program == "tracemem"
+    extra = [word.format(out=made) for word in SMALL.get(name, "").split()]
+    return main([name, *options, *extra]) in OK[name]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory) -> Path:
+    """A folder in which the page's dataset and run are, whichever of its commands is tried."""
+    folder = tmp_path_factory.mktemp("reader")
+    with contextlib.chdir(folder):
+        for first in ("tracemem collect ", "tracemem train "):
+            (command,) = (each for each in commands() if each.startswith(first))
+            assert run(command, folder / "made")
+    return folder
+
+
+@pytest.mark.parametrize("command", commands())
+def test_commands_run(command, place, tmp_path, capsys):
+    program, name, *_ = shlex.split(command)
     if program == "make":
         assert re.search(rf"^{name}:", (ROOT / "Makefile").read_text(), re.MULTILINE)
         return
-    assert program == "tracemem"
-    options = [str(tmp_path / "made") if word.startswith("data/") else word for word in options]
-    assert (
-        main([name, *options, *(word.format(out=tmp_path / "made") for word in SMALL.get(name, "").split())])
-        in OK[name]
-    )
+    with contextlib.chdir(place):
+        assert run(command, tmp_path / "made")
     assert capsys.readouterr().out
 
 
