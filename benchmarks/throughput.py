@@ -20,7 +20,7 @@ from accelerate import Accelerator
 
 from trace_lab.frames import open_dataset, open_frames
 from trace_lab.recipe import recipe
-from trace_lab.train import Training, settle
+from trace_lab.train import Training, settled
 
 STOCK = {"chunk_size": 100, "n_action_steps": 100}
 
@@ -144,7 +144,6 @@ def main() -> None:
     parser.add_argument("--side-by-side", type=int, nargs="*", default=[])
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
-    settle()
     rows = []
 
     def note(what: str, row: dict) -> None:
@@ -181,4 +180,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with settled():
+        main()

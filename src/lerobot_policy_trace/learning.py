@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 else:
     PreTrainedPolicy = object  # mixed in before a stock policy, which is one
 
+AT_ONCE = 256  # frames encoded without gradient in one go
 EPISODES = "episodes"  # the key of a batch under which whole episodes come
 Batch = dict[str, Any]
 
@@ -183,10 +184,10 @@ class Learning(PreTrainedPolicy):
             y = x * scale
             maps.append(x.detach() + (y - y.detach()))  # x, with its gradient weighted
         if len(rest):
-            with torch.no_grad():
-                others = self._encode([each[rest] for each in pictures])
+            with torch.no_grad():  # a part at a time: without gradient nothing of it has to stay
+                parts = [self._encode([each[part] for each in pictures]) for part in rest.split(AT_ONCE)]
             back = torch.cat([some, rest]).argsort()
-            maps = [torch.cat([x.to(y), y]).index_select(0, back) for x, y in zip(maps, others, strict=True)]
+            maps = [torch.cat([x, *others]).index_select(0, back) for x, *others in zip(maps, *parts, strict=True)]
         return maps
 
     def forward(self, batch: Batch, *args: Any, **kwargs: Any) -> tuple[Tensor, dict[str, Any] | None]:

@@ -183,9 +183,11 @@ def work(steps: list[Step], runner: Any, out: Path, console: Console) -> dict[st
             for future in finished:
                 step = running.pop(future)
                 open_names.discard(step.name)
-                if (code := future.result()) or not step.done:
+                lost = future.exception()  # a machine that went away, for instance
+                if lost or future.result() or not step.done:
                     failed[step.name] = log_of(out, step)
-                    tell(console, f"{step.name} failed (exit code {code}): {last_words(log_of(out, step))}")
+                    why = f"{lost!r}" if lost else f"exit code {future.result()}"
+                    tell(console, f"{step.name} failed ({why}): {last_words(log_of(out, step))}")
             show(progress, bars, steps, list(running.values()))
     return failed
 
@@ -213,7 +215,8 @@ def log_of(out: Path, step: Step) -> Path:
 
 def last_words(log: Path) -> str:
     """The last line of a log that says something."""
-    lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    text = log.read_text(errors="replace") if log.exists() else ""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
     return f"{lines[-1][:300]} ({log})" if lines else str(log)
 
 

@@ -122,9 +122,8 @@ def _one(arguments: list[str]) -> None:
 
     from trace_lab.frames import open_dataset, open_frames
     from trace_lab.recipe import parse, recipe
-    from trace_lab.train import Training, settle
+    from trace_lab.train import Training
 
-    settle()
     dataset, number, folder, *settings = arguments
     here, cuda, done = Path(folder), torch.cuda.is_available(), set[Path]()
     changes = parse(settings)
@@ -160,4 +159,7 @@ def _speed(training: "Training", seconds: float) -> float:
 
 
 if __name__ == "__main__":
-    _one(sys.argv[1:])
+    from trace_lab.train import settled
+
+    with settled():
+        _one(sys.argv[1:])

@@ -8,7 +8,9 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,6 +21,7 @@ from typing import Any
 from safetensors import SafetensorError
 
 OURS = re.compile(r"lock|run\.json\..*")  # what a run that was killed before it began may have left
+INSIST = 3.0  # seconds after which a second Ctrl-C is meant
 KEPT = 2  # checkpoints that stay: if the newest should ever turn out bad, there is one before it
 
 
@@ -62,11 +65,12 @@ class Run:
     folder: Path
 
     def check(self, asked: dict[str, Any]) -> None:
-        """A RunError unless the folder is new, or a run that was asked for the same. Changes nothing."""
+        """A RunError unless the folder is new, or a run that was asked for the same, or one that came to nothing. Changes
+        nothing.
+        """
         folder, note = self.folder, self.folder / "run.json"
         if note.exists():
-            before = json.loads(note.read_text())["asked"]
-            if differ := differences(before, json.loads(json.dumps(asked))):
+            if (differ := self._differences(asked)) and self.finished():
                 raise RunError(
                     f"{folder} is a run of other settings ({'; '.join(differ[:4])}"
                     f"{f'; and {len(differ) - 4} more' if len(differ) > 4 else ''}). Nothing was changed: choose another "
@@ -77,11 +81,16 @@ class Run:
         elif folder.exists() and any(not OURS.fullmatch(each.name) for each in folder.iterdir()):
             raise RunError(f"{folder} is not empty and has no run.json, expected a new folder or one of tracemem train")
 
+    def _differences(self, asked: dict[str, Any]) -> list[str]:
+        before = json.loads((self.folder / "run.json").read_text())["asked"]
+        return differences(before, json.loads(json.dumps(asked)))
+
     def begin(self, asked: dict[str, Any]) -> None:
         """Notes what was asked for, if it is not noted. `last` becomes the last checkpoint, however the one before ended."""
         self.check(asked)
         note = self.folder / "run.json"
-        if not note.exists():
+        if not note.exists() or self._differences(asked):
+            self.metrics.unlink(missing_ok=True)
             easy = {name: asked[name] for name in ("task", "seed") if name in asked}
             content = easy | {"asked": asked, "commit": commit(), "versions": versions()}
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -202,3 +211,27 @@ def write_json(path: Path, content: Any) -> None:
     temporary = path.with_name(f"{path.name}.{os.getpid()}")
     temporary.write_text(json.dumps(content, indent=1) + "\n")
     temporary.replace(path)
+
+
+@contextmanager
+def listening() -> Iterator[Callable[[], bool]]:
+    """Whether someone has asked to stop: Ctrl-C or a polite kill ends the training after the update that is going on.
+    Whoever insists, later than a launcher that only passes the same signal on, stops it at once.
+    """
+    asked: list[float] = []
+
+    def hear(_number: int, _frame: Any) -> None:
+        if asked and time.monotonic() - asked[0] > INSIST:
+            raise KeyboardInterrupt
+        asked.append(time.monotonic())
+
+    try:
+        before = {number: signal.signal(number, hear) for number in (signal.SIGINT, signal.SIGTERM)}
+    except ValueError:  # not the main thread: nobody can ask
+        yield lambda: False
+        return
+    try:
+        yield lambda: bool(asked)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

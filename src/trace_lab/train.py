@@ -6,10 +6,9 @@ where its last checkpoint was, to the same weights (bit for bit on a CPU). Batch
 import contextlib
 import json
 import os
-import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -24,6 +23,8 @@ from lerobot.policies.factory import get_policy_class, make_pre_post_processors
 from lerobot.utils.constants import ACTION, IMAGENET_STATS
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
 import lerobot_policy_trace  # noqa: F401  (registers the policies)
 from lerobot_policy_trace.configuration_trace import MemoryOptions
@@ -32,13 +33,13 @@ from trace_lab.backbone import quicken
 from trace_lab.batches import Batches, generator
 from trace_lab.frames import FramesError, FrameStore, fingerprint, open_dataset, open_frames
 from trace_lab.recipe import Recipe, RecipeError, parse, recipe
-from trace_lab.run import Run, RunError
+from trace_lab.run import Run, RunError, listening
 from trace_memory.graphs import GraphedScans
 from trace_memory.memory import MemoryInputError
 
 LOG = 20  # updates between two lines of metrics
 DIVERGED = "The last checkpoint is from before that. A smaller lr, memory_lr or clip may help"
-INSIST = 3.0  # seconds after which a second Ctrl-C is meant
+TOO_LARGE = "Less at once: --set taught=0.1, or truncate=64, or episodes=4, or memory.update_every=4 (docs/training.md)"
 
 
 class Stopped(Exception):  # noqa: N818
@@ -76,6 +77,8 @@ def configuration(made: Recipe, meta: Any, device: str) -> Any:
             **(rates | made.policy_options),
         )
         config.validate_features()
+        if made.scan == "budget" and memory.update_every != 1:
+            raise ValueError(f"memory.update_every: got {memory.update_every}, expected 1 with the budget scan")
     except (TypeError, ValueError) as error:
         raise RecipeError(f"{made.policy} with memory {made.memory}: {error}") from error
     return config
@@ -89,11 +92,18 @@ def pipelines(config: Any, meta: Any) -> tuple[Any, Any]:
     return make_pre_post_processors(config, dataset_stats=stats)
 
 
-def settle() -> None:
-    """How this process computes. To be called before anything else does: threads of PyTorch inherit it when they begin."""
+@contextlib.contextmanager
+def settled() -> Iterator[None]:
+    """How a process computes while it trains. To be entered before anything else: threads of PyTorch inherit it when they
+    begin.
+    """
     # Gradients through nearly closed gates are tiny; where they become subnormal, a CPU is ten times slower on them.
     torch.set_flush_denormal(True)
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
+    try:
+        yield
+    finally:
+        torch.set_flush_denormal(False)
 
 
 @dataclass
@@ -149,9 +159,11 @@ class Training:
             try:
                 with self.accelerator.autocast():
                     loss, logs = self.model(batch)
+                self.accelerator.backward(loss * weight)
             except MemoryInputError as error:
                 raise RunError(f"update {self.step + 1}: {error}. {DIVERGED}") from error
-            self.accelerator.backward(loss * weight)
+            except torch.OutOfMemoryError as error:
+                raise RunError(f"update {self.step + 1}: {str(error).split('. ')[0]}. {TOO_LARGE}") from error
             total += loss.detach() * weight
             named = logs or {}
         norm = self.accelerator.clip_grad_norm_(self.policy.parameters(), made.clip)
@@ -175,47 +187,29 @@ class Training:
         self.before.save_pretrained(policy)
         self.after.save_pretrained(policy)
         state.mkdir()
-        torch.save({"step": self.step, "optimizer": self.optimizer.state_dict()}, state / "state.pt")
+        kept = self.optimizer.state_dict()["state"]
+        tensors = {f"{place}.{name}": x.contiguous() for place, each in kept.items() for name, x in each.items()}
+        save_file(tensors, state / "optimizer.safetensors", {"step": str(self.step)})
 
     def read(self, folder: Path) -> None:
-        """Goes on from a checkpoint. Batches and noise need none: they follow from seed and update."""
-        from safetensors.torch import load_file
-
-        weights = load_file(folder / "pretrained_model" / "model.safetensors")
-        missing, unexpected = self.policy.load_state_dict(weights, strict=False)
-        tied = {name for name in missing if name.endswith("_like")}
-        if unexpected or set(missing) - tied:
-            raise RunError(f"{folder}: its weights do not fit ({[*unexpected, *missing][0]})")
-        state = torch.load(folder / "training_state" / "state.pt", map_location="cpu", weights_only=True)
-        self.optimizer.load_state_dict(state["optimizer"])
-        self.step = state["step"]
+        """Goes on from a checkpoint. Batches, rates and noise need none: they follow from seed and update."""
+        try:
+            self.policy.load_state_dict(load_file(folder / "pretrained_model" / "model.safetensors"))
+        except RuntimeError as error:
+            raise RunError(f"{folder}: its weights do not fit. {' '.join(str(error).split())[:300]}") from error
+        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+        state: dict[int, dict[str, Any]] = {}
+        with safe_open(folder / "training_state" / "optimizer.safetensors", "pt") as file:
+            for key in file.keys():  # noqa: SIM118
+                place, _, name = key.partition(".")
+                x, like = file.get_tensor(key), parameters[int(place)]
+                # moments lie in memory as their parameter does
+                state.setdefault(int(place), {})[name] = torch.empty_like(like).copy_(x) if x.ndim == like.ndim else x
+            self.step = int(file.metadata()["step"])
+        self.optimizer.load_state_dict(self.optimizer.state_dict() | {"state": state})
 
 
 # -- the loop --------------------------------------------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def listening() -> Iterator[Callable[[], bool]]:
-    """Whether someone has asked to stop: Ctrl-C or a polite kill ends the training after the update that is going on.
-    Whoever insists, later than a launcher that only passes the same signal on, stops it at once.
-    """
-    asked: list[float] = []
-
-    def hear(_number: int, _frame: Any) -> None:
-        if asked and time.monotonic() - asked[0] > INSIST:
-            raise KeyboardInterrupt
-        asked.append(time.monotonic())
-
-    try:
-        before = {number: signal.signal(number, hear) for number in (signal.SIGINT, signal.SIGTERM)}
-    except ValueError:  # not the main thread: nobody can ask
-        yield lambda: False
-        return
-    try:
-        yield lambda: bool(asked)
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def follow(training: Training, run: Run, console: Console) -> None:
@@ -264,6 +258,7 @@ def task_of(root: Path) -> str | None:
     return json.loads(note.read_text())["task"] if note.exists() else None
 
 
+@settled()
 def run_training(
     dataset: Path,
     out: Path,
@@ -276,7 +271,6 @@ def run_training(
     console: Console | None = None,
 ) -> Result:
     """Trains, or goes on training, in a folder."""
-    settle()
     console = console or Console(stderr=True)
     meta = open_dataset(dataset)
     configuration(made, meta, "cpu")  # what makes no sense is refused before anything is written

@@ -55,10 +55,16 @@ class Readout(NamedTuple):
         return self._each(lambda x: x[row, time])
 
     def either(self, rows: Bool[Tensor, " B"], other: "Readout") -> "Readout":
-        """Row by row this readout or the other. How it was written is not known then."""
-        pairs = zip(self[:5], other[:5], strict=True)
-        slots, z, g, dg, alpha = (torch.where(rows.view(-1, *[1] * (a.ndim - 1)), a, b) for a, b in pairs)
-        return Readout(slots, z, g, dg, alpha)
+        """Row by row this readout or the other."""
+
+        def mix(a: Tensor, b: Tensor) -> Tensor:
+            return torch.where(rows.view(-1, *[1] * (a.ndim - 1)), a, b)
+
+        slots, z, g, dg, alpha = (mix(a, b) for a, b in zip(self[:5], other[:5], strict=True))
+        routing = None
+        if self.routing is not None and other.routing is not None:
+            routing = Routing(*(mix(a, b) for a, b in zip(self.routing, other.routing, strict=True)))
+        return Readout(slots, z, g, dg, alpha, routing)
 
     def _each(self, of: Callable[[Tensor], Tensor]) -> "Readout":
         slots, z, g, dg, alpha = (of(x) for x in self[:5])

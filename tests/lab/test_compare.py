@@ -115,6 +115,20 @@ def test_a_failure_is_told_and_only_what_needs_it_is_left(tmp_path):
     assert [command[0] for command in again.ended] == ["train", "eval"]
 
 
+def test_a_machine_that_goes_away_is_a_failure_like_others(tmp_path, monkeypatch):
+    fake = Fake()
+    real = fake.train
+
+    def train(command):
+        if "trace" in command:
+            raise ConnectionError("the node died")
+        real(command)
+
+    monkeypatch.setattr(fake, "train", train)
+    failed = run(plan(tmp_path), fake)
+    assert sorted(failed) == ["Cable: act+trace, seed 0", "Cable: act+trace, seed 0, evaluation"]
+
+
 def test_the_command_writes_tables_and_refuses_other_settings(tmp_path, monkeypatch, capsys):
     fake = Fake()
     monkeypatch.setattr(compare_module, "Here", lambda *_: _Context(fake))

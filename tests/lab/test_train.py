@@ -100,12 +100,8 @@ def test_killed_again_and_again_it_ends_with_the_same_bits(data, straight, tmp_p
         assert child.exitcode in (0, -signal.SIGKILL)
     assert kills >= 2
     assert same(weights(out), weights(straight))
-    state, expected = (
-        torch.load(each / "checkpoints" / "000006" / "training_state" / "state.pt", weights_only=True)
-        for each in (out, straight)
-    )
-    for one, other in zip(state["optimizer"]["state"].values(), expected["optimizer"]["state"].values(), strict=True):
-        assert all(torch.equal(one[name], other[name]) for name in one)
+    assert same(*(load_file(each / "checkpoints" / "000006" / "training_state" / "optimizer.safetensors")
+                  for each in (out, straight)))  # fmt: skip
     assert Run(out).lines() == Run(straight).lines()
 
 
@@ -329,6 +325,18 @@ def test_a_loss_that_is_no_number_stops_before_it_is_saved(data, tmp_path, monke
     assert Run(tmp_path / "run").finished() == [2]
 
 
+def test_too_large_a_batch_says_what_to_do(data, tmp_path, monkeypatch):
+    def full(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 GiB. GPU 0 has less")
+
+    monkeypatch.setattr(train_module.Accelerator, "backward", full)
+    with pytest.raises(RunError, match=r"update 1: CUDA out of memory\. Less at once: --set taught=0\.1"):
+        run_training(data[0], tmp_path / "run", small(), 0, device="cpu", cache=data[1])
+    monkeypatch.undo()
+    less = small(taught=0.1, steps=1)  # a run that came to nothing may be replaced
+    assert run_training(data[0], tmp_path / "run", less, 0, device="cpu", cache=data[1]).step == 1
+
+
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
@@ -343,6 +351,10 @@ def test_a_loss_that_is_no_number_stops_before_it_is_saved(data, tmp_path, monke
         (["--set", "policy.chunk=3"], "act with memory trace: "),
         (["--set", "memory.preset=huge"], "memory.preset: got 'huge', expected one of default, paper, tiny"),
         (["--set", "scan=budget", "truncate=4"], "truncate: got 4 with the budget scan"),
+        (
+            ["--set", "scan=budget", "memory.update_every=2"],
+            "memory.update_every: got 2, expected 1 with the budget scan",
+        ),
         (["--steps", "0"], "steps: got 0, expected 1 or more"),
     ],
 )
