@@ -300,7 +300,16 @@ def test_workers_ctrl_c_and_going_on(three, tmp_path, no_film):
     out = tmp_path / "cable"
     words = [sys.executable, "-m", "trace_lab.cli", "collect", "Cable", "--episodes", "3", "--size", str(SIZE)]
     words += ["--delay", "20", "--workers", "2", "--out", str(out)]
-    process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    process = subprocess.Popen(
+        words,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        preexec_fn=lambda: signal.signal(
+            signal.SIGINT, signal.SIG_DFL
+        ),  # a background job ignores it, and so would this
+    )
     deadline = time.monotonic() + 120
     while not list(out.glob(".collect/episode_*[0-9]")):
         assert process.poll() is None, process.communicate()
