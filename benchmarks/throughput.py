@@ -20,9 +20,7 @@ from accelerate import Accelerator
 
 from trace_lab.frames import open_dataset, open_frames
 from trace_lab.recipe import recipe
-from trace_lab.train import Training, settled
-
-STOCK = {"chunk_size": 100, "n_action_steps": 100}
+from trace_lab.train import Training
 
 
 def stock(dataset: Path, batch: int, workers: int, steps: int, device: str) -> dict:
@@ -180,5 +178,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    with settled():
-        main()
+    main()

@@ -21,8 +21,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from trace_bench.registry import TASKS, UnknownTaskError, load
 from trace_lab import packing, stats
 from trace_lab.collect import EPISODES, tell
+from trace_lab.dataset import write_json
 from trace_lab.recipe import POLICIES, Recipe, RecipeError, known, parse, recipe
-from trace_lab.run import Run, RunError, commit, differences, versions, write_json
+from trace_lab.run import Run, RunError, commit, differences, versions
 from trace_lab.runners import Here, OnRay
 
 RIVALS = ("gru", "transformer", "lru", "retrieval")

@@ -159,7 +159,4 @@ def _speed(training: "Training", seconds: float) -> float:
 
 
 if __name__ == "__main__":
-    from trace_lab.train import settled
-
-    with settled():
-        _one(sys.argv[1:])
+    _one(sys.argv[1:])

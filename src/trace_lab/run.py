@@ -5,7 +5,6 @@ matter.
 
 import fcntl
 import json
-import os
 import re
 import shutil
 import signal
@@ -19,6 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
+
+from trace_lab.dataset import write_json
 
 OURS = re.compile(r"lock|run\.json\..*")  # what a run that was killed before it began may have left
 INSIST = 3.0  # seconds after which a second Ctrl-C is meant
@@ -204,13 +205,6 @@ class Run:
             except BlockingIOError as error:
                 raise RunError(f"{self.folder}: another tracemem train is at work there") from error
             yield
-
-
-def write_json(path: Path, content: Any) -> None:
-    """A file, there as a whole or not at all."""
-    temporary = path.with_name(f"{path.name}.{os.getpid()}")
-    temporary.write_text(json.dumps(content, indent=1) + "\n")
-    temporary.replace(path)
 
 
 @contextmanager

@@ -8,7 +8,6 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -92,20 +91,6 @@ def pipelines(config: Any, meta: Any) -> tuple[Any, Any]:
     return make_pre_post_processors(config, dataset_stats=stats)
 
 
-@contextlib.contextmanager
-def settled() -> Iterator[None]:
-    """How a process computes while it trains. To be entered before anything else: threads of PyTorch inherit it when they
-    begin.
-    """
-    # Gradients through nearly closed gates are tiny; where they become subnormal, a CPU is ten times slower on them.
-    torch.set_flush_denormal(True)
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
-    try:
-        yield
-    finally:
-        torch.set_flush_denormal(False)
-
-
 @dataclass
 class Training:
     """Everything an update touches."""
@@ -125,6 +110,7 @@ class Training:
     def begin(cls, made: Recipe, seed: int, store: FrameStore, accelerator: Accelerator) -> "Training":
         """At update 0."""
         device = accelerator.device
+        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
         config = configuration(made, store.meta, device.type)
         torch.manual_seed(seed)
         policy = get_policy_class(config.type)(config, dataset_meta=store.meta).to(device)
@@ -258,7 +244,6 @@ def task_of(root: Path) -> str | None:
     return json.loads(note.read_text())["task"] if note.exists() else None
 
 
-@settled()
 def run_training(
     dataset: Path,
     out: Path,
@@ -332,7 +317,7 @@ def train(
     cache: Path | None = None,
     json_: Annotated[bool, tyro.conf.arg(name="json"), tyro.conf.FlagCreatePairsOff] = False,
 ) -> int:
-    """Trains a policy with a memory (or any rival, or none) on a LeRobot dataset, many times faster than frame by frame.
+    """Trains a policy with a memory (or any rival, or none) on a LeRobot dataset, whole episodes at a time.
 
     Frames are decoded once; whole episodes are encoded once and remembered once, as on the robot, and the policy learns at
     many times of each. Stopped or killed, it goes on from its last checkpoint when called again with the same options.
