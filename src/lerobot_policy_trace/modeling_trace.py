@@ -92,6 +92,11 @@ class TraceActPolicy(Remembering, ACTPolicy):
         finally:
             self.model.backbone = backbone
 
+    def _act(self, seen: Batch) -> Tensor:
+        now = {key: x[:, -1] for key, x in seen.items()}
+        actions: Tensor = self.model(now | {OBS_IMAGES: [now[key] for key in self.config.image_features]})[0]
+        return actions
+
     def _stock(self, batch: Batch) -> Batch:
         return {key: x[:, -1] if key.startswith("observation.") and x.ndim > 1 else x for key, x in batch.items()}
 
@@ -124,12 +129,12 @@ class TraceDiffusionPolicy(Remembering, DiffusionPolicy):
     def __init__(self, config: TraceDiffusionConfig, dataset_meta: Any = None, **kwargs: Any):
         super().__init__(config, **kwargs)
         self._begin_memory(self._vision, dataset_meta)
+        for encoder in self._encoders:
+            encoder.backbone.register_forward_hook(self._see)
         if self.recall is None:
             return
         width = self.diffusion.unet.down_modules[0][0].cond_encoder[1].in_features - config.diffusion_step_embed_dim
         self.recall.adapter = DiffusionAdapter(self.recall.width, self.recall.width, width)
-        for encoder in self._encoders:
-            encoder.backbone.register_forward_hook(self._see)
         self.diffusion.__class__ = RecallingDiffusion
         self.diffusion.__dict__["recall"] = (self.recollect, self.recall.adapter)
 
@@ -178,6 +183,11 @@ class TraceDiffusionPolicy(Remembering, DiffusionPolicy):
         finally:
             for each, backbone, resize, crop in kept:
                 each.backbone, each.resize, each.do_crop = backbone, resize, crop
+
+    def _act(self, seen: Batch) -> Tensor:
+        pictures = torch.stack([seen[key] for key in self.config.image_features], dim=2)
+        actions: Tensor = self.diffusion.generate_actions(seen | {OBS_IMAGES: pictures})
+        return actions
 
     def _stock(self, batch: Batch) -> Batch:
         steps, budget = self.config.n_obs_steps, self.config.memory.budget

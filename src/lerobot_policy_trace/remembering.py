@@ -11,20 +11,38 @@ import torch
 from lerobot.utils.constants import OBS_STATE
 from torch import Tensor
 
+from lerobot_policy_trace.control import EPISODE_STEP, Control, ControlError, choose, version
 from lerobot_policy_trace.learning import Batch, Learning
 from lerobot_policy_trace.processor_trace import RAW_STATE
 from trace_memory.memory import MemoryState, Readout
 
 IDLE = 50  # steps after which a memory should hold something
-EPISODE_STEP = "observation.episode_step"
 
 
 class Remembering(Learning):
     """What both policies have in common. Mixed in before the stock class, whose methods it extends."""
 
+    control: Control | None = None  # the fast path, once asked for; None: step by step as PyTorch does
+
+    def compile_for_control(self, rows: int = 1, *, precision: str = "float32", late: float | None = None) -> Control:
+        """From now on `select_action`, `observe` and `predict_action_chunk` go the fast way: the same actions from a frozen
+        copy of this policy, on a GPU as CUDA graphs. For `rows` robots at once, in a `precision` (control.PRECISIONS) whose
+        error is measured first, refusing observations older than `late` seconds. `policy.control = None` goes back.
+        """
+        self.control = None
+        self.reset()
+        self.control = Control(self, rows=rows, precision=precision, late=late)
+        return self.control
+
     def reset(self) -> None:
         """A new episode in every row."""
         super().reset()
+        if self.control is not None:
+            if version(self) != self.control.version:
+                raise ControlError(
+                    "the weights changed since compile_for_control: call it again, or set policy.control = None"
+                )
+            self.control.reset()
         self._rows = 0
         self._count: Tensor | None = None  # observations of each row's episode so far
         self._held: Readout | None = None  # what the memory said last
@@ -121,10 +139,19 @@ class Remembering(Learning):
     @torch.no_grad()
     def observe(self, batch: Batch) -> None:
         """Shows the memory an observation for which no action is wanted."""
-        if self.recall is not None:
+        if self.control is not None:
+            self.control.observe(batch)
+        elif self.recall is not None:
             self.eval()
             with self._whole():
-                self._watch(self._arrive(batch, self._start_rows(batch)))
+                fresh = self._start_rows(batch)
+                self._watch(self._arrive(batch, fresh))
+                self._forget_chunk(fresh)
+
+    def _forget_chunk(self, fresh: Tensor) -> None:
+        """Rows that began without taking an action have none left from before."""
+        if self._position is not None and len(self._position) == len(fresh):
+            self._position = torch.where(fresh, self.config.n_action_steps, self._position)
 
     def _watch(self, batch: Batch) -> None:
         if self.recall is not None:
@@ -141,6 +168,8 @@ class Remembering(Learning):
     @torch.no_grad()
     def predict_action_chunk(self, batch: Batch, **kwargs: Any) -> Tensor:
         """Actions from here on. Counts as one observation."""
+        if self.control is not None:
+            return self.control.predict(batch, **kwargs)
         if self.recall is None:
             return super().predict_action_chunk(batch, **kwargs)
         if refused := {"inference_delay", "prev_chunk_left_over"} & set(kwargs):
@@ -150,13 +179,18 @@ class Remembering(Learning):
             )
         self.eval()
         with self._whole():
-            return self._predict(self._arrive(batch, self._start_rows(batch)), **kwargs)
+            fresh = self._start_rows(batch)
+            actions = self._predict(self._arrive(batch, fresh), **kwargs)
+            self._forget_chunk(fresh)
+            return actions
 
     @torch.no_grad()
     def select_action(self, batch: Batch, **kwargs: Any) -> Tensor:
         """The next action of every row. The memory sees every observation, also while queued actions are carried out; rows
         that begin anew (`observation.episode_step` falls) get a new chunk of their own, also without a memory.
         """
+        if self.control is not None:
+            return self.control.select(batch, **kwargs)
         self.eval()
         with self._whole():
             return self._select(batch, **kwargs)
@@ -192,7 +226,6 @@ class Remembering(Learning):
     def _ensemble(self, batch: Batch, fresh: Tensor) -> Tensor:
         raise NotImplementedError
 
-
-def choose(rows: Tensor, yes: Tensor, no: Tensor) -> Tensor:
-    """Row by row one or the other."""
-    return torch.where(rows.view(-1, *[1] * (yes.ndim - 1)), yes, no)
+    def _act(self, seen: Batch) -> Tensor:
+        """A chunk from what the stock policy looks at (rows, steps, ...), with feature maps in place of pictures."""
+        raise NotImplementedError

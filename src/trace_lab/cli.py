@@ -26,6 +26,9 @@ COMMANDS: dict[str, Command] = {
     ),
     "eval": Command("trace_lab.evaluate:evaluate", "let a trained policy do a task of the suite, and score it"),
     "attach": Command("trace_lab.attach:attach", "add a memory to a trained stock ACT or Diffusion Policy"),
+    "profile": Command(
+        "trace_lab.profile:profile", "measure what a control step costs, part by part, and over a long run"
+    ),
     "gallery": Command("trace_lab.gallery:gallery", "draw a picture of each task of the suite"),
     "demo": Command("trace_lab.demo:demo", "a model with memory answers where one without guesses (`make demo`)"),
 }

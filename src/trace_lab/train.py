@@ -26,9 +26,9 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import lerobot_policy_trace  # noqa: F401  (registers the policies)
+from lerobot_policy_trace.backbone import quicken
 from lerobot_policy_trace.configuration_trace import MemoryOptions
 from lerobot_policy_trace.paths import DatasetError
-from trace_lab.backbone import quicken
 from trace_lab.batches import Batches, generator
 from trace_lab.frames import FramesError, FrameStore, fingerprint, open_dataset, open_frames
 from trace_lab.recipe import Recipe, RecipeError, parse, recipe

@@ -45,6 +45,8 @@ class SignatureOnly(TraceMemory):
         key = self.keys(self.normaliser.xi(track.xi), self.normaliser.delta(track.delta))
         return {}, self._empty(torch.zeros_like(key.g))._replace(g=key.g, dg=key.dg)
 
+    _once = Memory._once  # not TRACE's: there are no slots
+
 
 class UnroutedSlots(Slots):
     """Every write goes to all slots alike."""

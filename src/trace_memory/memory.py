@@ -135,8 +135,21 @@ class Memory(nn.Module, ABC):
     ) -> tuple[MemoryState, Readout]:
         """One control step: write what is seen now, then read."""
         self._check_widths(content, robot_state, dims=2)
-        state, readouts = self.scan(content[:, None], robot_state[:, None], state=state)
-        return state, readouts.at(0)
+        self._check(content[:, None], robot_state[:, None], path_valid=None, valid=None, state=state)
+        return self.advance(state, content, robot_state)
+
+    def advance(self, state: MemoryState, content: Tensor, robot_state: Tensor) -> tuple[MemoryState, Readout]:
+        """`step` without its checks, for callers that have made sure themselves."""
+        with torch.autocast(content.device.type, enabled=False):
+            cells, readout = self._once(state, content.to(robot_state.dtype), robot_state)
+        return MemoryState(state.steps + 1, cells), readout
+
+    def _once(self, state: MemoryState, content: Tensor, robot_state: Tensor) -> tuple[dict[str, Tensor], Readout]:
+        """All cells after one step, and the readout: a scan of one step, unless a memory has a shorter way."""
+        valid = torch.ones_like(content[:, :1], dtype=torch.bool)
+        track = self._track(state, robot_state[:, None], valid)
+        cells, readouts = self._run(state, content[:, None], track, valid)
+        return cells | (track.cells if track is not None else {}), readouts.at(0)
 
     def scan(
         self,
@@ -274,6 +287,20 @@ class TraceMemory(Memory):
     def _track_at(self, path: Tensor, at: Tensor) -> Track:
         return Track(*self.signature.at(self.normaliser.state(path), at), {})
 
+    def _once(self, state: MemoryState, content: Tensor, robot_state: Tensor) -> tuple[dict[str, Tensor], Readout]:
+        """Algorithm 1, line by line."""
+        before = SignatureState(state.cells["point"], state.cells["xi"], state.steps)
+        path, xi, delta = self.signature.step(before, self.normaliser.state(robot_state))
+        cells, anchor = {"point": path.point, "xi": path.value}, None
+        if self.keys.anchor:
+            cells["anchor"] = anchor = torch.where((state.steps == 0)[:, None], content, state.cells["anchor"])
+        key = self.keys(self.normaliser.xi(xi), self.normaliser.delta(delta), anchor)
+        maps = self.slots.maps()
+        drive = self.slots.prepare(content, key, maps)
+        cells["slots"], omega, beta = self.slots.write(state.cells["slots"], drive, maps)
+        z, alpha = self.slots.read(cells["slots"], drive)
+        return cells, Readout(cells["slots"], z, key.g, key.dg, alpha, Routing(omega, beta.detach().mean(-1), drive.u))
+
     def _anchor(self, state: MemoryState, contents: Tensor, valid: Tensor) -> Tensor:
         """Content of each row's first step, now or as remembered."""
         first = contents[torch.arange(len(valid), device=valid.device), valid.long().argmax(1)]
@@ -289,11 +316,11 @@ class TraceMemory(Memory):
             cells["anchor"] = self._anchor(state, contents, valid)
             anchor = cells["anchor"][:, None].expand(-1, contents.shape[1], -1)
         key = self.keys(self.normaliser.xi(track.xi), self.normaliser.delta(track.delta), anchor)
-        drive = self.slots.prepare(contents, key)
-        weights = self.slots.weights()
+        maps = self.slots.maps()
+        drive = self.slots.prepare(contents, key, maps)
         m, slots, omegas, betas = state.cells["slots"], [], [], []
         for now, ok in zip(zip(*(x.unbind(1) for x in drive), strict=True), valid.unbind(1), strict=True):
-            written = self.slots.write(m, Drive(*now), weights)
+            written = self.slots.write(m, Drive(*now), maps)
             m = torch.where(ok[:, None, None], written.slots, m)
             slots.append(m)
             omegas.append(written.omega)

@@ -76,7 +76,7 @@ class Normaliser(nn.Module):
         return self._soft((delta - self.delta_mean) / self.delta_std)
 
     def _soft(self, x: Tensor) -> Tensor:
-        return x / torch.hypot(torch.ones_like(x), x / self.bound)
+        return x if math.isinf(self.bound) else x / torch.hypot(torch.ones_like(x), x / self.bound)
 
     @torch.no_grad()
     def fit(

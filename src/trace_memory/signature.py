@@ -60,13 +60,17 @@ class Signature:
         self, state: SignatureState, point: Float[Tensor, "B d"]
     ) -> tuple[SignatureState, Float[Tensor, "B D"], Float[Tensor, "B D"]]:
         """Appends one point; returns the new state, xi and delta. The first point is the basepoint: xi = delta = 0."""
-        dx = torch.where((state.seen > 0)[:, None], point - state.point, 0.0)
+        dx = (point - state.point) * (state.seen > 0)[:, None]
         before = list(state.value.split(self.sizes, dim=-1))
-        dx, log_decay = self._segment(dx)
-        increments = []
-        for k in range(1, self.depth + 1):
-            decay = torch.expm1(k * log_decay)[..., None]  # faded level minus level
-            increments.append(decay * before[k - 1] + _join(before[: k - 1], dx, log_decay))
+        if math.isinf(self.fade):
+            increments = [_join(before[:k], dx) for k in range(self.depth)]
+        else:
+            dx, log_decay = self._segment(dx)
+            faded = self._fade(before, log_decay)
+            increments = [
+                _join(faded[:k], dx) + torch.expm1((k + 1) * log_decay)[..., None] * before[k]
+                for k in range(self.depth)
+            ]
         increment = torch.cat(increments, dim=-1)
         after = SignatureState(point, state.value + increment, state.seen + 1)
         return after, *self._emit(after.value, increment)
@@ -91,7 +95,7 @@ class Signature:
         levels: Levels = []
         increments: Levels = []
         for k in range(1, self.depth + 1):
-            gained = _join(before, dx, log_decay)
+            gained = _join(self._fade(before, log_decay), dx)
             level = self._integrate(gained, k * log_decay, start[k - 1])
             shifted = torch.cat([start[k - 1][:, None], level[:, :-1]], dim=1)
             levels.append(level)
@@ -169,6 +173,8 @@ class Signature:
         return dx * shrink[..., None], -x
 
     def _fade(self, levels: Levels, log_decay: Tensor) -> Levels:
+        if math.isinf(self.fade):
+            return levels
         return [torch.exp(k * log_decay)[..., None] * level for k, level in enumerate(levels, start=1)]
 
     def _integrate(self, gained: Tensor, log_decay: Tensor, start: Tensor) -> Tensor:
@@ -227,13 +233,18 @@ def _outer(a: Tensor, b: Tensor) -> Tensor:
     return (a[..., :, None] * b[..., None, :]).flatten(-2)
 
 
-def _join(lower: Levels, dx: Tensor, log_decay: Tensor) -> Tensor:
-    """What level k = len(lower) + 1 gains from joining exp(dx) to faded lower levels, by Horner's rule."""
+def _join(lower: Levels, dx: Tensor) -> Tensor:
+    """What level k = len(lower) + 1 gains from joining exp(dx) to the (faded) lower levels, by Horner's rule:
+    ((dx / k + level 1) dx / (k - 1) + level 2) dx / (k - 2) + ...
+    """
+    if not lower:
+        return dx
     k = len(lower) + 1
-    gained = dx / k
-    for i, level in enumerate(lower, start=1):
-        gained = _outer(gained + torch.exp(i * log_decay)[..., None] * level, dx / (k - i))
-    return gained
+    gained = torch.add(lower[0], dx, alpha=1 / k)
+    for i, level in enumerate(lower[1:], start=1):
+        wide = level.unflatten(-1, (-1, dx.shape[-1]))
+        gained = torch.addcmul(wide, gained[..., :, None], dx[..., None, :], value=1 / (k - i)).flatten(-2)
+    return _outer(gained, dx)
 
 
 def _multiply(a: Levels, b: Levels) -> Levels:

@@ -1,10 +1,12 @@
 """The slot memory: route, write, read. Knows no time: the order of writes is memory.py's business.
 
 `prepare` computes, for any number of steps at once, everything that does not depend on the slots; `write` is the one
-recurrent step; `read` looks at slots after writing. All three are used by step and scan alike.
+recurrent step; `read` looks at slots after writing. All three are used by step and scan alike, with the `maps` of the scan.
 """
 
 import math
+from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -14,6 +16,8 @@ from torch.nn import functional as F  # noqa: N812
 
 from trace_memory.gates import Gate
 from trace_memory.keys import MLP, Key
+
+Map = Callable[[Tensor], Tensor]
 
 
 class Drive(NamedTuple):
@@ -25,11 +29,13 @@ class Drive(NamedTuple):
     u: Float[Tensor, "*n d"]
 
 
-class Weights(NamedTuple):
-    """Slot parts of phi_m and phi_beta's first layers, side by side, sliced once a scan."""
+class Maps(NamedTuple):
+    """The linear maps of a step as they are computed, some of them several of the paper's at once."""
 
-    first: Float[Tensor, "H d"]
-    identity: Float[Tensor, "K d"]
+    route: Map  # rho -> W_K^T W_Q rho
+    step: Map  # [u, rho] -> first layers of phi_m and phi_beta
+    slot: Map  # m_bar -> the rest of those
+    query: Map  # phi_r(e, rho) -> W_K^r^T phi_r(e, rho)
 
 
 class Written(NamedTuple):
@@ -53,6 +59,7 @@ class Slots(nn.Module):
     """K slots of width d, routed by the trajectory key."""
 
     eta: Float[Tensor, "K d"]
+    settled: nn.ModuleDict | None
 
     def __init__(
         self,
@@ -79,35 +86,53 @@ class Slots(nn.Module):
         self.W_V_read = nn.Linear(width, width, bias=False)
         with torch.no_grad():
             self.W_V_read.weight.mul_(read_gain)  # at first a slot holds little of any one frame
-        self.gate = gate
+        self.gate, self.settled = gate, None
         gate.start(self.phi_beta.last)
         self.register_buffer("eta", slot_identity(count, width), persistent=False)
 
-    def prepare(self, content: Float[Tensor, "*n c"], key: Key) -> Drive:
+    def maps(self) -> Maps:
+        """The maps of `prepare` and `write`, arranged once a scan (or once for all: `settle`)."""
+        if self.settled is not None:
+            return Maps(**self.settled)
+        d, both = self.width, (self.phi_m.first, self.phi_beta.first)
+        of_slot = torch.cat([first.weight[:, :d] for first in both])
+        of_step, bias = torch.cat([first.weight[:, d:] for first in both]), torch.cat([first.bias for first in both])
+        return Maps(
+            route=lambda rho: self.W_Q(rho) @ self.W_K.weight,
+            step=partial(F.linear, weight=of_step, bias=bias),
+            slot=partial(F.linear, weight=of_slot),
+            query=lambda r: r @ self.W_K_read.weight,
+        )
+
+    @torch.no_grad()
+    def settle(self) -> None:
+        """Makes each of the maps one layer, for deployment: what is trained or loaded afterwards would not be noticed."""
+        made, like = {}, self.eta
+        for name, f in self.maps()._asdict().items():
+            width = 2 * self.width if name == "step" else self.width
+            zero = f(like.new_zeros(1, width))
+            layer = nn.Linear(width, zero.shape[1], device=like.device, dtype=like.dtype)
+            layer.weight.copy_((f(torch.eye(width, device=like.device, dtype=like.dtype)) - zero).T)
+            layer.bias.copy_(zero[0])
+            made[name] = layer
+        self.settled = nn.ModuleDict(made)
+
+    def prepare(self, content: Float[Tensor, "*n c"], key: Key, maps: Maps) -> Drive:
         """Everything about these steps that does not depend on the slots."""
         u = self.phi_w(torch.cat([content, key.q], dim=-1))  # u = phi_w(e, q)
-        u_rho = torch.cat([u, key.rho], dim=-1)
-        hidden = [
-            F.linear(u_rho, phi.first.weight[:, self.width :], phi.first.bias) for phi in (self.phi_m, self.phi_beta)
-        ]
-        query = self.phi_r(torch.cat([content, key.rho], dim=-1)) @ self.W_K_read.weight
-        return Drive(self.W_Q(key.rho) @ self.W_K.weight, torch.cat(hidden, dim=-1), query, u)
-
-    def weights(self) -> Weights:
-        """The slot-side weights of `write`, arranged for it."""
-        first = torch.cat([phi.first.weight[:, : self.width] for phi in (self.phi_m, self.phi_beta)])
-        return Weights(first, self.identity * self.eta)
+        query = maps.query(self.phi_r(torch.cat([content, key.rho], dim=-1)))
+        return Drive(maps.route(key.rho), maps.step(torch.cat([u, key.rho], dim=-1)), query, u)
 
     def route(self, route: Float[Tensor, "B d"], m_bar: Float[Tensor, "B K d"]) -> Float[Tensor, "B K"]:
         """omega. Eq. (slot_route)."""
         return torch.softmax(_dots(route, m_bar) / (self.tau * math.sqrt(self.width)), dim=-1)
 
-    def write(self, m: Float[Tensor, "B K d"], drive: Drive, weights: Weights) -> Written:
+    def write(self, m: Float[Tensor, "B K d"], drive: Drive, maps: Maps) -> Written:
         """One write. Eq. (slot_route), Eq. (slot_update)."""
-        m_bar = m + weights.identity
+        m_bar = m + self.identity * self.eta
         omega = self.route(drive.route, m_bar)
-        hidden = F.gelu(F.linear(m_bar, weights.first) + drive.hidden[:, None])
-        for_m, for_beta = hidden.split(self.phi_m.first.out_features, dim=-1)
+        hidden = F.gelu(maps.slot(m_bar) + drive.hidden[:, None])
+        for_m, for_beta = hidden.chunk(2, dim=-1)
         proposal = torch.tanh(self.phi_m.last(for_m))
         beta = omega[..., None] * self.gate(self.phi_beta.last(for_beta))
         return Written(torch.lerp(m, proposal, beta.expand_as(m)), omega, beta)

@@ -30,8 +30,8 @@ def inputs(batch=2):
 def test_write_and_read_as_the_paper_writes_them(gate):
     slots = make(gate=gate, tau=0.7, identity=0.5)
     m, e, key = inputs()
-    drive = slots.prepare(e, key)
-    written = slots.write(m, drive, slots.weights())
+    drive = slots.prepare(e, key, slots.maps())
+    written = slots.write(m, drive, slots.maps())
     z, alpha = slots.read(written.slots, drive)
     for b in range(len(m)):
         u = slots.phi_w(torch.cat([e[b], key.q[b]]))
@@ -58,8 +58,8 @@ def test_write_and_read_as_the_paper_writes_them(gate):
 def test_weights_sum_to_one():
     slots = make()
     m, e, key = inputs()
-    drive = slots.prepare(e, key)
-    written = slots.write(m, drive, slots.weights())
+    drive = slots.prepare(e, key, slots.maps())
+    written = slots.write(m, drive, slots.maps())
     torch.testing.assert_close(written.omega.sum(-1), torch.ones(2).double())
     torch.testing.assert_close(slots.read(m, drive)[1].sum(-1), torch.ones(2).double())
 
@@ -70,7 +70,7 @@ def test_a_closed_gate_leaves_a_slot_exactly_unchanged():
     with torch.no_grad():
         slots.phi_beta.last.weight.zero_()
         slots.phi_beta.last.bias.fill_(-4.0)
-    written = slots.write(m, slots.prepare(e, key), slots.weights())
+    written = slots.write(m, slots.prepare(e, key, slots.maps()), slots.maps())
     assert torch.equal(written.slots, m)
 
 
@@ -116,9 +116,9 @@ def test_slots_diverge_from_zero_only_by_their_identity(identity, diverge):
 def test_ablations_take_one_part_away():
     m, e, key = inputs()
     unrouted, mean = make(UnroutedSlots), make(MeanReadSlots)
-    drive = unrouted.prepare(e, key)
+    drive = unrouted.prepare(e, key, unrouted.maps())
     third = torch.full((2, K), 1 / K).double()
-    torch.testing.assert_close(unrouted.write(m, drive, unrouted.weights()).omega, third)
+    torch.testing.assert_close(unrouted.write(m, drive, unrouted.maps()).omega, third)
     torch.testing.assert_close(mean.read(m, drive)[1], third)
     no_delta = build(MemoryConfig(name="no-delta", channels=3, content=6, width=16, hidden=16, depth=2))
     assert not any("phi_delta" in name for name, _ in no_delta.named_parameters())

@@ -1,12 +1,15 @@
 """The policy's picture encoder, computed faster: frozen normalisations are folded into the convolutions before them, and
-tensors lie the way GPUs like them. The function, its weights and their names stay what they are; rounding differs.
+tensors lie the way processors like them. For training (`quicken`) weights and their names stay what they are; for deployment
+(`bake`) the normalisations are gone for good. The function stays the same; rounding differs.
 """
 
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
+from torch.nn.utils.fusion import fuse_conv_bn_weights
 from torchvision.ops import FrozenBatchNorm2d
 
 
@@ -49,3 +52,33 @@ def quicken(backbone: nn.Module) -> None:
     fold(backbone)
     backbone.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     backbone.register_forward_pre_hook(lambda _, given: (given[0].contiguous(memory_format=torch.channels_last),))
+
+
+@torch.no_grad()
+def bake(backbone: nn.Module) -> int:
+    """Multiplies normalisations into the convolutions before them, once for all; returns how many. If there were any,
+    weights lie channels last (beside group normalisations, which Diffusion Policy has, that is slower).
+    """
+    baked = 0
+    for module in list(backbone.modules()):
+        names = list(module._modules)
+        for first, second in pairwise(names):
+            conv, norm = module._modules[first], module._modules[second]
+            if isinstance(conv, nn.Conv2d) and isinstance(norm, FrozenBatchNorm2d | nn.BatchNorm2d):
+                module._modules[first], module._modules[second] = _fused(conv, norm), nn.Identity()
+                baked += 1
+    if baked:
+        backbone.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    return baked
+
+
+def _fused(conv: Any, norm: Any) -> nn.Conv2d:
+    weight, bias = fuse_conv_bn_weights(
+        conv.weight, conv.bias, norm.running_mean, norm.running_var, norm.eps, norm.weight, norm.bias
+    )
+    made = nn.Conv2d(
+        conv.in_channels, conv.out_channels, conv.kernel_size, conv.stride, conv.padding, conv.dilation, conv.groups,
+        padding_mode=conv.padding_mode, device=weight.device, dtype=weight.dtype,
+    )  # fmt: skip
+    made.weight, made.bias = weight, bias
+    return made

@@ -1,0 +1,336 @@
+"""The fast path: the eager policy's actions, and nothing lost when something is wrong. On CUDA too, where there is one."""
+
+import copy
+import time
+import warnings
+
+import pytest
+import torch
+from lerobot.configs import FeatureType, PolicyFeature
+from lerobot.utils.constants import OBS_STATE
+
+from lerobot_policy_trace import MemoryOptions, TraceActConfig, TraceDiffusionConfig
+from lerobot_policy_trace.control import (
+    EPISODE_STEP,
+    TIMESTAMP,
+    ControlError,
+    DeviceError,
+    LateObservationError,
+    ObservationError,
+)
+from lerobot_policy_trace.modeling_trace import TraceActPolicy, TraceDiffusionPolicy
+from lerobot_policy_trace.processor_trace import RAW_STATE
+
+DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+CAMERAS = [f"observation.images.{name}" for name in ("overhead", "left_wrist", "right_wrist")]
+SIZE, WIDTH = 48, 5
+ACT = {
+    "dim_model": 32, "n_heads": 2, "dim_feedforward": 32, "n_encoder_layers": 1, "n_vae_encoder_layers": 1,
+    "chunk_size": 9, "n_action_steps": 4,
+}  # fmt: skip
+DIFFUSION = {
+    "horizon": 16, "n_action_steps": 4, "down_dims": (32, 64), "crop_shape": (44, 44), "num_inference_steps": 2,
+    "noise_scheduler_type": "DDIM",
+}  # fmt: skip
+KINDS = {
+    "act": (TraceActConfig, TraceActPolicy, ACT),
+    "diffusion": (TraceDiffusionConfig, TraceDiffusionPolicy, DIFFUSION),
+    "diffusion, one encoder, one observation": (
+        TraceDiffusionConfig, TraceDiffusionPolicy,
+        DIFFUSION | {"use_separate_rgb_encoder_per_camera": False, "n_obs_steps": 1},
+    ),
+    "diffusion, noise all along": (
+        TraceDiffusionConfig, TraceDiffusionPolicy, DIFFUSION | {"noise_scheduler_type": "DDPM"},
+    ),
+}  # fmt: skip
+TRACE = {"preset": "tiny", "depth": 2}
+
+
+def make(kind="act", device="cpu", memory=TRACE, **options):
+    pictures = {camera: PolicyFeature(FeatureType.VISUAL, (3, SIZE, SIZE)) for camera in CAMERAS}
+    config_class, policy_class, small = KINDS[kind]
+    config = config_class(
+        input_features={OBS_STATE: PolicyFeature(FeatureType.STATE, (WIDTH,)), **pictures},
+        output_features={"action": PolicyFeature(FeatureType.ACTION, (WIDTH,))},
+        device=device, pretrained_backbone_weights=None, memory=MemoryOptions(**memory), **small | options,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    policy = policy_class(config).to(device).eval()
+    if policy.recall is not None:
+        policy.recall.frames.fill_(1)
+        for p in policy.recall.adapter.parameters():  # what starts at zero does so no more
+            torch.nn.init.normal_(p, std=0.1)
+    for module in policy.modules():  # statistics that are not the identity
+        if hasattr(module, "running_var") and module.running_var is not None:
+            module.running_mean.normal_(0, 0.1)
+            module.running_var.uniform_(0.5, 1.5)
+    return policy
+
+
+def observations(rows, count, device="cpu", seed=1, restart=()):
+    """`restart`: (step, row) where a row's episode begins anew."""
+    generator = torch.Generator().manual_seed(seed)
+    state, clock, found = torch.randn(rows, WIDTH, generator=generator), torch.zeros(rows, dtype=torch.int64), []
+    for t in range(count):
+        state = state + 0.1 * torch.randn(rows, WIDTH, generator=generator)
+        for when, row in restart:
+            if when == t:
+                clock[row] = 0
+                state[row] = torch.randn(WIDTH, generator=generator)
+        batch = {camera: torch.rand(rows, 3, SIZE, SIZE, generator=generator) for camera in CAMERAS}
+        batch |= {OBS_STATE: state.clone(), RAW_STATE: state.clone()}
+        found.append({key: x.to(device) for key, x in batch.items()} | {EPISODE_STEP: clock.clone().to(device)})
+        clock = clock + 1
+    return found
+
+
+@pytest.fixture(autouse=True)
+def exactly():
+    """Convolutions of the eager policy in float32, as those of the fast path are."""
+    before = torch.backends.cudnn.allow_tf32
+    torch.backends.cudnn.allow_tf32 = False
+    yield
+    torch.backends.cudnn.allow_tf32 = before
+
+
+def both(policy, batches, rows, **options):
+    """Actions of the eager policy, and of the fast one."""
+    found = []
+    for fast in (False, True):
+        each = copy.deepcopy(policy)
+        each.reset()
+        if fast:
+            each.compile_for_control(rows, **options)
+        torch.manual_seed(7)
+        found.append(torch.stack([each.select_action(batch) for batch in batches]))
+    return found
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_same_actions_as_the_eager_policy_with_rows_that_restart(kind, device):
+    policy = make(kind, device)
+    batches = observations(3, 23, device, restart=[(5, 1), (6, 0), (6, 2), (15, 1)])
+    eager, fast = both(policy, batches, 3)
+    assert eager.std() > 1e-3
+    torch.testing.assert_close(fast, eager, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    "memory", [{"name": "none"}, {"name": "gru"}, TRACE | {"update_every": 3}, {"name": "signature-only"} | TRACE]
+)
+def test_whatever_the_memory(memory, device):
+    policy = make("act", device, memory)
+    eager, fast = both(policy, observations(2, 14, device, restart=[(7, 1)]), 2)
+    torch.testing.assert_close(fast, eager, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_five_hundred_steps_after_load_with_resets(device, tmp_path):
+    make("act", device).save_pretrained(tmp_path)
+    eager, fast = (TraceActPolicy.from_pretrained(tmp_path).to(device).eval() for _ in range(2))
+    fast.compile_for_control()
+    for number in range(2):
+        eager.reset()
+        fast.reset()
+        for batch in observations(1, 250, device, seed=number):
+            torch.testing.assert_close(fast.select_action(batch), eager.select_action(batch), rtol=0, atol=1e-4)
+
+
+def test_residual_and_ensemble():
+    policy = make("act", memory=TRACE | {"attach": "residual"}, n_action_steps=1, temporal_ensemble_coeff=0.01)
+    eager, fast = both(policy, observations(1, 12, restart=[(7, 0)]), 1)
+    torch.testing.assert_close(fast, eager, rtol=0, atol=1e-4)
+    policy.compile_for_control(2)
+    first, second = observations(2, 2)
+    policy.select_action(first)
+    second[EPISODE_STEP][1] = -1
+    with pytest.raises(ObservationError, match="ensemble"):
+        policy.select_action(second)
+
+
+@pytest.mark.parametrize("fast", [False, True])
+def test_observe_and_predict_count_as_observations(fast):
+    """Shown, asked for a chunk or for an action: the memory takes each observation in. A row that began at one that was only
+    shown starts a chunk of its own afterwards.
+    """
+    policy, other = make(), make()
+    if fast:
+        policy.compile_for_control(2)
+    batches = observations(2, 9, restart=[(5, 1)])
+    for batch in batches[:3]:
+        other.select_action(batch)
+        policy.select_action(batch)
+    other.select_action(batches[3])
+    policy.observe(batches[3])
+    assert other.predict_action_chunk(batches[4]).shape == policy.predict_action_chunk(batches[4]).shape
+    policy.observe(batches[5])
+    for batch in batches[5:6]:
+        other.select_action(batch)
+    ours, theirs = policy.select_action(batches[6]), other.predict_action_chunk(batches[6])
+    torch.testing.assert_close(ours[1], theirs[1, 0], rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_repeated_observations_are_taken_in_once(device):
+    policy = make("act", device)
+    batches = observations(1, 6, device)
+    twice = [batch for batch in batches for _ in range(2)]
+    eager, fast = both(policy, twice, 1)
+    torch.testing.assert_close(fast, eager, rtol=0, atol=1e-4)
+
+
+def damaged(batch, what):
+    batch = dict(batch)
+    if what == "not a number":
+        batch[CAMERAS[1]] = batch[CAMERAS[1]].clone()
+        batch[CAMERAS[1]][0, 0, 3, 3] = float("nan")
+        return batch, ObservationError, "left_wrist: has a NaN"
+    if what == "infinite state":
+        batch[OBS_STATE] = batch[OBS_STATE] + float("inf")
+        return batch, ObservationError, "^observation.state: has a NaN or infinite value"
+    if what == "missing camera":
+        del batch[CAMERAS[0]]
+        return batch, ObservationError, r"overhead: is missing, got .*left_wrist.*expected \(1, 3, 48, 48\)"
+    if what == "no raw state":
+        del batch[RAW_STATE]
+        return batch, ObservationError, "preprocessor"
+    if what == "other size":
+        batch[CAMERAS[0]] = batch[CAMERAS[0]][..., :40]
+        return batch, ObservationError, r"overhead: got \(1, 3, 48, 40\).*expected \(1, 3, 48, 48\)"
+    if what == "bytes":
+        batch[CAMERAS[0]] = batch[CAMERAS[0]].to(torch.uint8)
+        return batch, ObservationError, "uint8"
+    if what == "other rows":
+        return {key: torch.cat([x, x]) for key, x in batch.items() if key != TIMESTAMP}, ObservationError, "rows"
+    if what == "coarse time":
+        batch[TIMESTAMP] = torch.tensor(time.time(), dtype=torch.float32)
+        return batch, ObservationError, "got torch.float32, expected float64"
+    if what == "late":
+        batch[TIMESTAMP] = torch.tensor(time.time() - 5, dtype=torch.float64)
+        return batch, LateObservationError, "5.* s old, expected at most 2"
+    if what == "out of order":
+        batch[TIMESTAMP] = time.time() - 1.5
+        return batch, LateObservationError, "before the observation taken in last"
+    assert what == "no time"
+    del batch[TIMESTAMP]
+    return batch, ObservationError, "timestamp: is missing"
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("kind", ["act", "diffusion"])
+@pytest.mark.parametrize(
+    "what",
+    [
+        "not a number", "infinite state", "missing camera", "no raw state", "other size", "bytes", "other rows", "late",
+        "out of order", "no time", "coarse time",
+    ],
+)  # fmt: skip
+def test_what_is_wrong_is_named_and_nothing_is_lost(what, kind, device):
+    policy = make(kind, device)
+    batches = [batch | {TIMESTAMP: time.time() + 60} for batch in observations(1, 11, device)]
+    policy.compile_for_control(late=2.0)
+    for place in (3, 5, 8):  # in the middle of a chunk, and where a new one is due
+        policy.reset()
+        torch.manual_seed(3)
+        expected = [policy.select_action(batch) for batch in batches]
+        policy.reset()
+        torch.manual_seed(3)
+        for t, batch in enumerate(batches):
+            if t == place:
+                if what == "out of order":  # the others say that they are of the future
+                    policy.control.stamp = time.time()
+                bad, error, message = damaged(batch, what)
+                noise = torch.get_rng_state(), torch.cuda.get_rng_state() if device == "cuda" else None
+                with pytest.raises(error, match=message):
+                    policy.select_action(bad)
+                torch.set_rng_state(noise[0])
+                if device == "cuda":
+                    torch.cuda.set_rng_state(noise[1])
+            torch.testing.assert_close(policy.select_action(batch), expected[t], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_device_that_fails_once(device, monkeypatch):
+    policy = make("act", device)
+    control = policy.compile_for_control()
+    batches = observations(1, 10, device)
+    expected = [policy.select_action(batch) for batch in batches]
+    policy.reset()
+
+    def fail():
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    for t, batch in enumerate(batches):
+        if t in (2, 4):
+            with monkeypatch.context() as patch:
+                patch.setattr(control, "act", fail)
+                patch.setattr(control, "watch", fail)
+                with pytest.raises(DeviceError, match="out of memory"):
+                    policy.select_action(batch)
+        torch.testing.assert_close(policy.select_action(batch), expected[t], rtol=0, atol=0)
+
+
+def test_weights_that_changed_are_noticed_and_the_copy_is_frozen():
+    policy = make()
+    batches = observations(1, 3)
+    policy.compile_for_control()
+    before = [policy.select_action(batch) for batch in batches]
+    with torch.no_grad():
+        policy.model.action_head.bias.add_(1.0)
+    with pytest.raises(ControlError, match="weights changed"):
+        policy.reset()
+    policy.compile_for_control()
+    torch.testing.assert_close(policy.select_action(batches[0]), before[0] + 1.0)
+    policy.control = None
+    policy.reset()
+    torch.testing.assert_close(policy.select_action(batches[0]), before[0] + 1.0, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("precision", ["bf16", "fp16", "tf32"])
+def test_other_precisions_are_measured(precision, device, monkeypatch):
+    policy = make("act", device)
+    if precision == {"cpu": "tf32", "cuda": "fp16"}[device]:
+        with pytest.raises(ControlError, match=f"precision: '{precision}' is not for {device}"):
+            policy.compile_for_control(precision=precision)
+        return
+    control = policy.compile_for_control(precision=precision)
+    assert 0 <= control.error < 0.05
+    if precision != "tf32":
+        assert control.error > 0
+    policy.control = None
+    eager, fast = both(policy, observations(1, 12, device), 1, precision=precision)
+    torch.testing.assert_close(fast, eager, rtol=0, atol=0.05)
+    if precision != "tf32":
+        monkeypatch.setattr("lerobot_policy_trace.control.TOLERANCE", control.error / 2)
+        with pytest.raises(ControlError, match="differ from float32"):
+            policy.compile_for_control(precision=precision)
+
+
+@pytest.mark.parametrize(("option", "value"), [("rows", 0), ("precision", "int4"), ("late", -1.0)])
+def test_options_that_make_no_sense(option, value):
+    with pytest.raises(ControlError, match=f"{option}.*{value}"):
+        make().compile_for_control(**{option: value})
+
+
+def test_what_a_compiled_policy_cannot_do():
+    policy = make("diffusion")
+    policy.compile_for_control()
+    with pytest.raises(ControlError, match="noise"):
+        policy.select_action(observations(1, 1)[0], noise=torch.zeros(1, 16, WIDTH))
+
+
+def test_untrained_memories_and_missed_observations_are_told():
+    policy = make()
+    policy.recall.frames.zero_()
+    with pytest.warns(UserWarning, match="not trained"):
+        policy.compile_for_control()
+    batches = observations(1, 5)
+    policy.select_action(batches[0])
+    with pytest.warns(UserWarning, match="missed observations"):
+        policy.select_action(batches[3])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        policy.select_action(batches[4])
