@@ -28,12 +28,13 @@ if TYPE_CHECKING:
 EPISODE_STEP = "observation.episode_step"
 TIMESTAMP = "observation.timestamp"  # seconds, of time.time(), when the observation was made
 PRECISIONS = {
-    "float32": "as the eager policy",
-    "tf32": "GPU: products of pictures and matrices in TF32",
+    "float32": "everything; what a CPU does if not told otherwise",
+    "tf32": "GPU: the policy's convolutions and matrix products in TF32; what a GPU does if not told otherwise",
     "bf16": "the policy in bfloat16, the memory in float32",
     "fp16": "CPU: the memory's weights kept in float16, computed in float32",
 }
 WARM_UP = 3  # calls before a graph is captured
+COMPARED = 8  # observations on which another precision is compared with float32
 TOLERANCE = 0.05  # of normalised actions: how far other precisions may be from float32
 
 
@@ -71,20 +72,33 @@ class Control:
     """One robot's control loop, or that of several in step; made by `compile_for_control`."""
 
     def __init__(
-        self, policy: "Remembering", *, rows: int = 1, precision: str = "float32", late: float | None = None
+        self,
+        policy: "Remembering",
+        *,
+        rows: int = 1,
+        precision: str | None = None,
+        late: float | None = None,
+        fuse: bool | None = None,
     ) -> None:
+        self.device = next(policy.parameters()).device
+        cuda = self.device.type == "cuda"
+        precision = precision or ("tf32" if cuda else "float32")
         if rows < 1 or precision not in PRECISIONS or (late is not None and not late > 0):
             raise ControlError(
                 f"rows, precision, late: got {rows}, {precision!r}, {late}; expected 1 or more, one of "
                 f"{', '.join(PRECISIONS)}, and seconds or None"
             )
         self.rows, self.precision, self.late = rows, precision, late
-        self.device = next(policy.parameters()).device
+        self.fuse = cuda if fuse is None else fuse
         wrong = {"tf32": "cpu", "fp16": "cuda"}.get(precision)
         if self.device.type == wrong:
             raise ControlError(f"precision: {precision!r} is not for {wrong}; {PRECISIONS[precision]}")
         self.version = version(policy)
         self.policy, self.last = frozen(policy, precision)
+        if self.policy.recall is not None:
+            self.remember = self.fused(self.policy.recall.memory.advance)
+            if self.fuse:
+                self.policy.recall.adapter.forward = self.fused(self.policy.recall.adapter.forward)
         self.config = config = self.policy.config
         if self.policy.recall is not None and not int(self.policy.recall.frames):
             warnings.warn("the memory has no statistics yet: this policy was not trained", stacklevel=3)
@@ -119,6 +133,13 @@ class Control:
     def _buffer(self, shape: Sequence[int]) -> Tensor:
         return torch.zeros(self.rows, *shape, device=self.device)
 
+    def fused(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        """A function whose small operations are joined into few kernels (torch.compile), if that was asked for."""
+        if not self.fuse:
+            return call
+        # The option also joins products of a matrix and a vector with what follows.
+        return torch.compile(call, dynamic=False, options={"coordinate_descent_tuning": True})
+
     def _shapes(self) -> list[tuple[int, ...]]:
         """What is carried from step to step: the memory's cells, then what it said last."""
         recall = self.policy.recall
@@ -146,6 +167,7 @@ class Control:
     def _advance(self, *, see: bool, act: bool) -> None:
         """One step, from buffers to buffers. Nothing here depends on what the host knows but which of the three it is."""
         policy, recall = self.policy, self.policy.recall
+        self.marks.copy_(self._marks, non_blocking=True)
         fresh, due, want, position, taken = self.marks
         fresh, due, want = fresh.bool(), due.bool(), want.bool()
         now = self.given
@@ -162,7 +184,8 @@ class Control:
             cells, held = dict(zip(names, parts, strict=False)), Readout(*parts[len(names) :])
             raw = now[RAW_STATE]
             content = recall.content([each[:, -1] for each in maps], raw)
-            state, said = recall.memory.advance(MemoryState(taken, cells), content, raw)
+            with exactly():
+                state, said = self.remember(MemoryState(taken, cells), content.to(raw), raw)
             new = torch.cat([x.flatten(1) for x in (*(state.cells[name] for name in names), *said[:5])], dim=1)
             carried = choose(due, new, base)
             says = said._replace(routing=None).either(due, held)
@@ -322,10 +345,8 @@ class Control:
         """Hands the observation over, lets the device do the step, and waits for its word that all was well."""
         see = self.watch if self.watch is not None and any(turn.due) else self.wait
         try:
-            self._marks.copy_(torch.tensor([turn.fresh, turn.due, turn.want, turn.position, turn.taken]))
-            self.marks.copy_(self._marks, non_blocking=True)
-            for key, buffer in self.given.items():
-                buffer.copy_(batch[key], non_blocking=True)
+            self._marks.numpy()[:] = (turn.fresh, turn.due, turn.want, turn.position, turn.taken)
+            torch._foreach_copy_([*self.given.values()], [batch[key] for key in self.given], non_blocking=True)
             (self.act if act else see)()
             if self.device.type == "cuda":
                 torch.cuda.current_stream(self.device).synchronize()
@@ -341,16 +362,19 @@ class Control:
 
     def _compare(self, policy: "Remembering") -> None:
         """How far this precision is from float32, on noise pictures; refused if too far."""
-        generator = torch.Generator().manual_seed(0)
-        batch = {key: torch.rand(x.shape, generator=generator).to(x) for key, x in self.given.items()}
-        exact = Control(policy, rows=self.rows)
-        chunks = []
-        for each in (exact, self):
-            with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
-                torch.manual_seed(0)
-                chunks.append(each.predict(batch))
+        exact, generator = (
+            Control(policy, rows=self.rows, precision="float32", fuse=False),
+            torch.Generator().manual_seed(0),
+        )
+        for number in range(COMPARED):
+            batch = {key: torch.rand(x.shape, generator=generator).to(x) for key, x in self.given.items()}
+            chunks = []
+            for each in (exact, self):
+                with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
+                    torch.manual_seed(number)
+                    chunks.append(each.predict(batch))
+            self.error = max(self.error, float((chunks[0] - chunks[1]).abs().max()))
         self.reset()
-        self.error = float((chunks[0] - chunks[1]).abs().max())
         if self.error > TOLERANCE:
             raise ControlError(
                 f"precision: {self.precision} actions differ from float32 ones by up to {self.error:.3g}, expected "
@@ -389,7 +413,8 @@ def frozen(policy: "Remembering", precision: str) -> tuple[Any, bool]:
     baked = [bake(backbone) for backbone in made.backbones]
     recall = made.recall
     if recall is not None and hasattr(recall.memory, "slots"):
-        recall.memory.slots.settle()
+        with exactly():
+            recall.memory.slots.settle()
     if precision == "fp16" and recall is not None:
         halve(recall)
     if precision == "bf16":
@@ -427,21 +452,27 @@ def halve(module: nn.Module) -> None:
 
 @contextmanager
 def computing(device: torch.device, precision: str) -> Iterator[None]:
-    """The number format of everything computed meanwhile; new tensors are made on the device (stock ACT makes one on the
-    CPU and moves it, which a graph cannot).
-    """
-    half = torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16", cache_enabled=False)
-    if device.type != "cuda":
-        with half:
+    """The number format of everything computed meanwhile."""
+    with torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16", cache_enabled=False):
+        if device.type != "cuda":
             yield
-        return
-    before, flags = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.flags
-    with device, half, flags(enabled=True, benchmark=True, allow_tf32=precision == "tf32"):
-        torch.backends.cuda.matmul.allow_tf32 = precision == "tf32"
-        try:
+            return
+        with (
+            torch.backends.cudnn.flags(enabled=True, benchmark=True, allow_tf32=precision == "tf32"),
+            exactly(exact=precision != "tf32"),
+        ):
             yield
-        finally:
-            torch.backends.cuda.matmul.allow_tf32 = before
+
+
+@contextmanager
+def exactly(*, exact: bool = True) -> Iterator[None]:
+    """Matrix products in float32, or in TF32; a memory's are always float32."""
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = not exact
+    try:
+        yield
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = before
 
 
 def captured(program: Callable[[], None]) -> Callable[[], None]:

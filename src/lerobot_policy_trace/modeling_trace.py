@@ -4,14 +4,14 @@ ACT's decoder sees more than the encoder gave, Diffusion's condition has somethi
 
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from lerobot.policies.act.modeling_act import ACTDecoder, ACTPolicy
 from lerobot.policies.diffusion.modeling_diffusion import DiffusionModel, DiffusionPolicy
 from lerobot.policies.utils import populate_queues
-from lerobot.utils.constants import ACTION, OBS_IMAGES
+from lerobot.utils.constants import ACTION, OBS_IMAGES, OBS_STATE
 from torch import Tensor, nn
 
 from lerobot_policy_trace.configuration_trace import TraceActConfig, TraceDiffusionConfig
@@ -94,7 +94,10 @@ class TraceActPolicy(Remembering, ACTPolicy):
 
     def _act(self, seen: Batch) -> Tensor:
         now = {key: x[:, -1] for key, x in seen.items()}
-        actions: Tensor = self.model(now | {OBS_IMAGES: [now[key] for key in self.config.image_features]})[0]
+        now |= {OBS_IMAGES: [now[key] for key in self.config.image_features]}
+        cuda = now[OBS_STATE].is_cuda  # ACT makes its latent on the CPU and moves it, which no CUDA graph can hold
+        with now[OBS_STATE].device if cuda else nullcontext():
+            actions: Tensor = self.model(now)[0]
         return actions
 
     def _stock(self, batch: Batch) -> Batch:

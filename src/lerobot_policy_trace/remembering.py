@@ -24,14 +24,24 @@ class Remembering(Learning):
 
     control: Control | None = None  # the fast path, once asked for; None: step by step as PyTorch does
 
-    def compile_for_control(self, rows: int = 1, *, precision: str = "float32", late: float | None = None) -> Control:
+    def compile_for_control(
+        self,
+        rows: int = 1,
+        *,
+        precision: str | None = None,
+        late: float | None = None,
+        fuse: bool | None = None,
+    ) -> Control:
         """From now on `select_action`, `observe` and `predict_action_chunk` go the fast way: the same actions from a frozen
-        copy of this policy, on a GPU as CUDA graphs. For `rows` robots at once, in a `precision` (control.PRECISIONS) whose
-        error is measured first, refusing observations older than `late` seconds. `policy.control = None` goes back.
+        copy of this policy, on a GPU as CUDA graphs. `policy.control = None` goes back.
+
+        `rows` robots at once; a `precision` (`control.PRECISIONS`) whose error is measured first; observations older than
+        `late` seconds are refused; `fuse` joins the memory's small operations (torch.compile, half a minute; on a GPU unless
+        told otherwise, on a CPU it does not pay).
         """
         self.control = None
         self.reset()
-        self.control = Control(self, rows=rows, precision=precision, late=late)
+        self.control = Control(self, rows=rows, precision=precision, late=late, fuse=fuse)
         return self.control
 
     def reset(self) -> None:

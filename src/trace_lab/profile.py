@@ -26,7 +26,7 @@ from rich.progress import Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from lerobot_policy_trace import MemoryOptions, TraceActConfig, TraceDiffusionConfig
-from lerobot_policy_trace.control import PRECISIONS, Control, captured
+from lerobot_policy_trace.control import PRECISIONS, Control, captured, computing
 from lerobot_policy_trace.modeling_trace import TraceActPolicy, TraceDiffusionPolicy
 from lerobot_policy_trace.processor_trace import RAW_STATE
 from trace_lab.dataset import write_json
@@ -94,9 +94,9 @@ class Stopwatch:
         self.progress.update(task, completed=steps)
         return times
 
-    def part(self, what: str, program: Callable[[], Any]) -> Timing:
+    def part(self, what: str, program: Callable[[], Any], precision: str) -> Timing:
         """What a part takes by itself: on a GPU the device's own time for it as a graph, with cold caches."""
-        with torch.no_grad():
+        with torch.no_grad(), computing(self.device, precision):
             if not self.cuda:
                 return Timing.of(self.wall(what, lambda _: program(), PARTS))
             replay = captured(program)
@@ -181,9 +181,9 @@ def parts(control: Control) -> dict[str, Callable[[], Any]]:
     def adapt(readout: Any) -> Any:
         return adapter(features, readout) if hasattr(adapter, "attention") else adapter(readout)
 
-    found: dict[str, Callable[[], Any]] = {"TRACE overhead": lambda: adapt(memory.advance(state, content, raw)[1])}
+    found: dict[str, Callable[[], Any]] = {"TRACE overhead": lambda: adapt(control.remember(state, content, raw)[1])}
     with torch.no_grad():
-        _, readout = memory.advance(state, content, raw)
+        _, readout = control.remember(state, content, raw)
     found["adapter"] = lambda: adapt(readout)
     if type(memory) is TraceMemory:
         path = SignatureState(state.cells["point"], state.cells["xi"], state.steps)
@@ -202,7 +202,12 @@ def parts(control: Control) -> dict[str, Callable[[], Any]]:
 
         with torch.no_grad():
             drive, written = update()
-        found |= {"signature": signature, "slot update": update, "readout": lambda: slots.read(written.slots, drive)}
+
+        def read() -> Any:
+            return slots.read(written.slots, drive)
+
+        cut = {"signature": signature, "slot update": update, "readout": read}
+        found |= {name: control.fused(part) for name, part in cut.items()}
     return found
 
 
@@ -265,7 +270,7 @@ def threads(count: int | None) -> Iterator[None]:
 
 
 def measure(
-    kind: str, preset: str, memory: str, size: int, precision: str, watch: Stopwatch, *, base: bool
+    kind: str, preset: str, memory: str, size: int, precision: str, watch: Stopwatch, *, base: bool, fuse: bool | None
 ) -> dict[str, Any]:
     """All figures of one policy."""
     device, title = str(watch.device), f"{kind} {size} px"
@@ -274,13 +279,12 @@ def measure(
     if watch.cuda:
         torch.cuda.reset_peak_memory_stats()
     policy = make(kind, preset, memory, size, device)
-    policy.compile_for_control(precision=precision)
-    control = policy.control
+    control = policy.compile_for_control(precision=precision, fuse=fuse)
     found |= {"error": control.error, "state_bytes": policy.recall.memory.state_bytes if policy.recall else 0}
     policy.select_action(given[0])
     cut = parts(control) if policy.recall is not None else {}
-    found["parts"] = {name: vars(watch.part(f"{title}: {name}", part)) for name, part in cut.items()}
-    found["parts"]["encode"] = vars(watch.part(f"{title}: encode", encode(control)))
+    found["parts"] = {name: vars(watch.part(f"{title}: {name}", part, precision)) for name, part in cut.items()}
+    found["parts"]["encode"] = vars(watch.part(f"{title}: encode", encode(control), precision))
     found["loop"] = long_run(policy, given, watch, f"{title}: control loop, memory {memory}")
     policy.reset()
     found["total loop"] = vars(
@@ -306,7 +310,7 @@ def measure(
         found["base forward"] = vars(Timing.of(watch.wall(f"{title}: stock LeRobot", predict, PARTS)))
         del stock
         bare = make(kind, preset, "none", size, device)
-        bare.compile_for_control(precision=precision)
+        bare.compile_for_control(precision=precision, fuse=fuse)
         found["base compiled"] = vars(
             Timing.of(watch.wall(f"{title}: stock, compiled", lambda n: bare.predict_action_chunk(given[n]), PARTS))
         )
@@ -391,7 +395,8 @@ def profile(
     memory: str = "trace",
     sizes: tuple[int, ...] = (96,),
     device: Literal["auto", "cpu", "cuda"] = "auto",
-    precision: str = "float32",
+    precision: str = "auto",
+    fuse: bool | None = None,
     steps: int = 2_000,
     seconds: float = 120.0,
     threads_: Annotated[int | None, tyro.conf.arg(name="threads")] = None,
@@ -411,7 +416,9 @@ def profile(
         memory: trace, or another of the comparison (tracemem params lists them).
         sizes: width and height of the three pictures, pixels.
         device: where; auto takes a GPU if there is one.
-        precision: of the compiled policy: float32, tf32 (GPU), bf16, fp16 (CPU: the memory's weights).
+        precision: of the compiled policy: float32, tf32 (GPU), bf16, fp16 (CPU: the memory's weights); auto is tf32 on a
+            GPU and float32 on a CPU.
+        fuse: join the memory's small operations with torch.compile; on a GPU if not said.
         steps: control steps of the loop, after a warm-up; parts are measured 2,000 times at most.
         seconds: a measurement stops after so long, whatever is missing; how many calls it had is in the JSON.
         threads_: CPU threads; all if not said.
@@ -420,13 +427,14 @@ def profile(
         json_: print JSON instead of tables.
     """
     console = Console(stderr=json_)
+    place = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
+    precision = {"cuda": "tf32", "cpu": "float32"}[place] if precision == "auto" else precision
     if precision not in PRECISIONS or steps < 100 or not all(size >= 32 for size in sizes):
         console.print(
             f"tracemem profile: precision, steps, sizes: got {precision}, {steps}, {sizes}; expected one of "
             f"{', '.join(PRECISIONS)}, at least 100, at least 32 each"
         )
         return 2
-    place = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
     if place == "cuda" and not torch.cuda.is_available():
         console.print("tracemem profile: device: got cuda, but PyTorch sees none here; expected cpu or auto")
         return 2
@@ -436,7 +444,7 @@ def profile(
         watch = Stopwatch(torch.device(place), steps, seconds, progress)
         for kind in policies:
             for size in sizes:
-                results.append(measure(kind, preset, memory, size, precision, watch, base=base))
+                results.append(measure(kind, preset, memory, size, precision, watch, base=base, fuse=fuse))
                 for task in progress.task_ids:
                     progress.remove_task(task)
     machine = torch.cuda.get_device_name() if place == "cuda" else f"CPU, {threads_ or torch.get_num_threads()} threads"

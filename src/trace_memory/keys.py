@@ -32,9 +32,13 @@ class MLP(nn.Module):
         nn.init.zeros_(self.first.bias)
         nn.init.zeros_(self.last.bias)
 
+    def hidden(self, x: Float[Tensor, "*n i"]) -> Float[Tensor, "*n h"]:
+        """All of it but the last layer."""
+        return self.dropout(F.gelu(self.first(x)))
+
     def forward(self, x: Float[Tensor, "*n i"]) -> Float[Tensor, "*n o"]:
         """The map."""
-        return self.last(self.dropout(F.gelu(self.first(x))))
+        return self.last(self.hidden(x))
 
 
 class Keys(nn.Module):

@@ -35,7 +35,7 @@ class Maps(NamedTuple):
     route: Map  # rho -> W_K^T W_Q rho
     step: Map  # [u, rho] -> first layers of phi_m and phi_beta
     slot: Map  # m_bar -> the rest of those
-    query: Map  # phi_r(e, rho) -> W_K^r^T phi_r(e, rho)
+    query: Map  # phi_r's hidden layer -> W_K^r^T phi_r(e, rho)
 
 
 class Written(NamedTuple):
@@ -101,7 +101,7 @@ class Slots(nn.Module):
             route=lambda rho: self.W_Q(rho) @ self.W_K.weight,
             step=partial(F.linear, weight=of_step, bias=bias),
             slot=partial(F.linear, weight=of_slot),
-            query=lambda r: r @ self.W_K_read.weight,
+            query=lambda hidden: self.phi_r.last(hidden) @ self.W_K_read.weight,
         )
 
     @torch.no_grad()
@@ -109,7 +109,7 @@ class Slots(nn.Module):
         """Makes each of the maps one layer, for deployment: what is trained or loaded afterwards would not be noticed."""
         made, like = {}, self.eta
         for name, f in self.maps()._asdict().items():
-            width = 2 * self.width if name == "step" else self.width
+            width = {"step": 2 * self.width, "query": self.phi_r.last.in_features}.get(name, self.width)
             zero = f(like.new_zeros(1, width))
             layer = nn.Linear(width, zero.shape[1], device=like.device, dtype=like.dtype)
             layer.weight.copy_((f(torch.eye(width, device=like.device, dtype=like.dtype)) - zero).T)
@@ -120,7 +120,7 @@ class Slots(nn.Module):
     def prepare(self, content: Float[Tensor, "*n c"], key: Key, maps: Maps) -> Drive:
         """Everything about these steps that does not depend on the slots."""
         u = self.phi_w(torch.cat([content, key.q], dim=-1))  # u = phi_w(e, q)
-        query = maps.query(self.phi_r(torch.cat([content, key.rho], dim=-1)))
+        query = maps.query(self.phi_r.hidden(torch.cat([content, key.rho], dim=-1)))
         return Drive(maps.route(key.rho), maps.step(torch.cat([u, key.rho], dim=-1)), query, u)
 
     def route(self, route: Float[Tensor, "B d"], m_bar: Float[Tensor, "B K d"]) -> Float[Tensor, "B K"]:

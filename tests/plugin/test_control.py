@@ -95,7 +95,7 @@ def exactly():
 
 def both(policy, batches, rows, **options):
     """Actions of the eager policy, and of the fast one."""
-    found = []
+    found, options = [], {"precision": "float32", "fuse": False} | options
     for fast in (False, True):
         each = copy.deepcopy(policy)
         each.reset()
@@ -126,11 +126,18 @@ def test_whatever_the_memory(memory, device):
     torch.testing.assert_close(fast, eager, rtol=0, atol=1e-4)
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="fusing pays, and is used, on a GPU only")
+def test_fused_on_a_gpu():
+    policy = make("act", "cuda")
+    eager, fast = both(policy, observations(1, 30, "cuda", restart=[(7, 0)]), 1, fuse=True)
+    torch.testing.assert_close(fast, eager, rtol=0, atol=1e-4)
+
+
 @pytest.mark.parametrize("device", DEVICES)
 def test_five_hundred_steps_after_load_with_resets(device, tmp_path):
     make("act", device).save_pretrained(tmp_path)
     eager, fast = (TraceActPolicy.from_pretrained(tmp_path).to(device).eval() for _ in range(2))
-    fast.compile_for_control()
+    fast.compile_for_control(precision="float32", fuse=False)
     for number in range(2):
         eager.reset()
         fast.reset()
@@ -230,7 +237,7 @@ def damaged(batch, what):
 def test_what_is_wrong_is_named_and_nothing_is_lost(what, kind, device):
     policy = make(kind, device)
     batches = [batch | {TIMESTAMP: time.time() + 60} for batch in observations(1, 11, device)]
-    policy.compile_for_control(late=2.0)
+    policy.compile_for_control(late=2.0, fuse=False)
     for place in (3, 5, 8):  # in the middle of a chunk, and where a new one is due
         policy.reset()
         torch.manual_seed(3)
@@ -254,7 +261,7 @@ def test_what_is_wrong_is_named_and_nothing_is_lost(what, kind, device):
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_device_that_fails_once(device, monkeypatch):
     policy = make("act", device)
-    control = policy.compile_for_control()
+    control = policy.compile_for_control(fuse=False)
     batches = observations(1, 10, device)
     expected = [policy.select_action(batch) for batch in batches]
     policy.reset()
@@ -294,9 +301,9 @@ def test_other_precisions_are_measured(precision, device, monkeypatch):
     policy = make("act", device)
     if precision == {"cpu": "tf32", "cuda": "fp16"}[device]:
         with pytest.raises(ControlError, match=f"precision: '{precision}' is not for {device}"):
-            policy.compile_for_control(precision=precision)
+            policy.compile_for_control(precision=precision, fuse=False)
         return
-    control = policy.compile_for_control(precision=precision)
+    control = policy.compile_for_control(precision=precision, fuse=False)
     assert 0 <= control.error < 0.05
     if precision != "tf32":
         assert control.error > 0
@@ -306,7 +313,7 @@ def test_other_precisions_are_measured(precision, device, monkeypatch):
     if precision != "tf32":
         monkeypatch.setattr("lerobot_policy_trace.control.TOLERANCE", control.error / 2)
         with pytest.raises(ControlError, match="differ from float32"):
-            policy.compile_for_control(precision=precision)
+            policy.compile_for_control(precision=precision, fuse=False)
 
 
 @pytest.mark.parametrize(("option", "value"), [("rows", 0), ("precision", "int4"), ("late", -1.0)])
