@@ -367,7 +367,8 @@ class Control:
             torch.Generator().manual_seed(0),
         )
         for number in range(COMPARED):
-            batch = {key: torch.rand(x.shape, generator=generator).to(x) for key, x in self.given.items()}
+            batch: dict[str, Any] = {TIMESTAMP: time.time()}
+            batch |= {key: torch.rand(x.shape, generator=generator).to(x) for key, x in self.given.items()}
             chunks = []
             for each in (exact, self):
                 with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
