@@ -314,6 +314,7 @@ def measure(
         found["base compiled"] = vars(
             Timing.of(watch.wall(f"{title}: stock, compiled", lambda n: bare.predict_action_chunk(given[n]), PARTS))
         )
+        found["added"] = found["total loop"]["mean"] - found["base compiled"]["mean"]
     return found
 
 
@@ -351,6 +352,7 @@ def tables(results: list[dict[str, Any]]) -> list[Table]:
     line("step between chunks", [told(found["loop"]["between"]) for found in results], [])
     for name in ("encode", "eager with memory", "base compiled"):
         line(name, [told(found.get(name)) for found in every], [])
+    line("total less base compiled", [f"{found['added']:.3f}" if "added" in found else "-" for found in results], [])
     line("error against float32", [f"{found['error']:.2g}" for found in results], [])
     line("state, bytes", [f"{found['state_bytes']:,}" for found in results], [])
     line("peak GPU memory, MB", [f"{found['peak_mb']:.0f}" if "peak_mb" in found else "-" for found in results], [])
