@@ -429,17 +429,25 @@ def profile(
         json_: print JSON instead of tables.
     """
     console = Console(stderr=json_)
+
+    def refuse(field: str, came: object, expected: str) -> int:
+        console.print(f"tracemem profile: {field}: got {came}, expected {expected}", highlight=False, markup=False)
+        return 2
+
     place = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
     precision = {"cuda": "tf32", "cpu": "float32"}[place] if precision == "auto" else precision
-    if precision not in PRECISIONS or steps < 100 or not all(size >= 32 for size in sizes):
-        console.print(
-            f"tracemem profile: precision, steps, sizes: got {precision}, {steps}, {sizes}; expected one of "
-            f"{', '.join(PRECISIONS)}, at least 100, at least 32 each"
-        )
-        return 2
+    if precision not in PRECISIONS:
+        return refuse("precision", precision, f"auto or one of {', '.join(PRECISIONS)}")
+    if (precision, place) in {("tf32", "cpu"), ("fp16", "cuda")}:
+        return refuse("precision", f"{precision} on {place}", PRECISIONS[precision])
+    if steps < 100 or seconds <= 0 or not all(size >= 32 for size in sizes):
+        return refuse("steps, seconds, sizes", (steps, seconds, sizes), "at least 100, more than 0, at least 32 each")
     if place == "cuda" and not torch.cuda.is_available():
-        console.print("tracemem profile: device: got cuda, but PyTorch sees none here; expected cpu or auto")
-        return 2
+        return refuse("device", "cuda, but PyTorch sees none here", "cpu or auto")
+    try:
+        MemoryOptions(name=memory)
+    except ValueError as error:
+        return refuse("memory", memory, str(error))
     results = []
     columns = (TextColumn("{task.description}"), *Progress.get_default_columns()[1:3], TimeRemainingColumn())
     with threads(threads_), Progress(*columns, console=console, transient=True) as progress:

@@ -1,0 +1,103 @@
+"""`tracemem profile`: every figure is there, and what it says of steps is so."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from rich.progress import Progress
+
+from trace_lab import profile as module
+from trace_lab.cli import main
+from trace_lab.profile import Observations, Stopwatch, Timing, long_run, make
+
+
+def test_figures_of_one_policy(tmp_path, capsys):
+    words = ["profile", "--policies", "act", "--preset", "tiny", "--sizes", "32", "--device", "cpu", "--steps", "100"]
+    assert main([*words, "--seconds", "0.2", "--precision", "fp16", "--out", str(tmp_path), "--json"]) == 0
+    printed = capsys.readouterr()
+    made = json.loads(printed.out)
+    assert made == json.loads((tmp_path / "profile.json").read_text())
+    assert (tmp_path / "profile.png").stat().st_size > 1_000
+    (found,) = made["results"]
+    parts = found["parts"]
+    assert parts.keys() == {"TRACE overhead", "adapter", "signature", "slot update", "readout", "encode"}
+    for timing in (*parts.values(), found["base forward"], found["base compiled"], found["eager with memory"]):
+        assert 0 < timing["median"] <= timing["p95"]
+        assert timing["calls"] >= module.WARM_UP
+    cut = sum(parts[name]["median"] for name in ("adapter", "signature", "slot update", "readout"))
+    assert 0.3 * cut < parts["TRACE overhead"]["median"] < 3 * cut
+    assert found["state_bytes"] == 21_976  # 8 + 4 * (4 * 64 + 17 + 5219)
+    assert 0 < found["error"] < 0.05
+    assert "base forward" in printed.err
+    assert "118.00" not in printed.err  # the paper's row of a policy that was not asked for
+
+
+def test_steps_with_a_new_chunk_are_told_from_the_others(monkeypatch):
+    """The slow steps are those at which the policy was asked for a chunk."""
+    policy = make("act", "tiny", "trace", 32, "cpu")
+    control = policy.compile_for_control()
+    acted, number = [], iter(range(-module.WARM_UP, 10_000))
+    real = {name: getattr(control, name) for name in ("act", "watch")}
+
+    def spy(name):
+        def call():
+            if name == "act":
+                acted.append(current[0])
+            real[name]()
+
+        return call
+
+    current = [0]
+    for name in real:
+        monkeypatch.setattr(control, name, spy(name))
+    select = policy.select_action
+
+    def count(batch):
+        current[0] = next(number)
+        return select(batch)
+
+    monkeypatch.setattr(policy, "select_action", count)
+    with Progress(disable=True) as progress:
+        watch = Stopwatch(torch.device("cpu"), 100, 60.0, progress)
+        found = long_run(policy, Observations(32, "cpu"), watch, "loop")
+    assert found["steps"] == 100
+    begun = [step for step in acted if step >= 0]
+    assert begun == list(range(0, 100, 10))
+    assert (found["chunk"]["calls"], found["between"]["calls"]) == (10, 90)
+    assert found["finite"]
+    assert found["resident_growth_mb"] is None or found["resident_growth_mb"] < 50
+
+
+def test_a_value_that_is_not_finite_is_told(monkeypatch):
+    policy = make("act", "tiny", "trace", 32, "cpu")
+    policy.compile_for_control()
+    monkeypatch.setattr(policy, "select_action", lambda _: torch.full((1, 17), float("inf")))
+    with Progress(disable=True) as progress:
+        found = long_run(policy, Observations(32, "cpu"), Stopwatch(torch.device("cpu"), 100, 60.0, progress), "loop")
+    assert not found["finite"]
+
+
+def test_timings():
+    timing = Timing.of(np.arange(1, 101, dtype=np.float32))
+    assert (timing.mean, timing.calls) == (50.5, 100)
+    assert timing.p95 == pytest.approx(95.05)
+    assert str(timing) == "50.50 / 95.05"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--precision", "int4"], "int4"),
+        (["--steps", "5"], "at least 100"),
+        (["--sizes", "8"], "at least 32"),
+        (["--device", "cuda"], "PyTorch sees none"),
+        (["--memory", "gruu"], "gru"),
+        (["--precision", "tf32", "--device", "cpu"], "tf32"),
+    ],
+)
+def test_bad_input(words, message, capsys):
+    if "cuda" in words and torch.cuda.is_available():
+        pytest.skip("there is one")
+    assert main(["profile", "--preset", "tiny", *words]) == 2
+    assert message in " ".join(capsys.readouterr().out.split())
