@@ -6,66 +6,27 @@ A step is taken in as a whole or not at all: the device itself keeps the new sta
 out is finite, and says so with the action, which is the only thing the host waits for.
 """
 
-import copy
-import time
+import gc
+import math
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from lerobot.utils.constants import OBS_STATE
-from torch import Tensor, nn
+from torch import Tensor
 
-from lerobot_policy_trace.backbone import bake
+from lerobot_policy_trace.frozen import PRECISIONS, captured, choose, computing, exactly, frozen, version
 from lerobot_policy_trace.processor_trace import RAW_STATE
+from lerobot_policy_trace.schedule import ControlError, DeviceError, ObservationError, Schedule, Turn
 from trace_memory.memory import MemoryState, Readout
 
 if TYPE_CHECKING:
     from lerobot_policy_trace.remembering import Remembering
 
-EPISODE_STEP = "observation.episode_step"
-TIMESTAMP = "observation.timestamp"  # seconds, of time.time(), when the observation was made
-PRECISIONS = {
-    "float32": "everything; what a CPU does if not told otherwise",
-    "tf32": "GPU: the policy's convolutions and matrix products in TF32; what a GPU does if not told otherwise",
-    "bf16": "the policy in bfloat16, the memory in float32",
-    "fp16": "CPU: the memory's weights kept in float16, computed in float32",
-}
-WARM_UP = 3  # calls before a graph is captured
+IDLE = 50  # steps after which a memory should hold something
 COMPARED = 8  # observations on which another precision is compared with float32
 TOLERANCE = 0.05  # of normalised actions: how far other precisions may be from float32
-
-
-class ControlError(RuntimeError):
-    """A step was not taken; memory and queues are as they were before it."""
-
-
-class ObservationError(ControlError, ValueError):
-    """An observation was refused; the message names the field, what came and what was expected."""
-
-
-class LateObservationError(ObservationError):
-    """An observation is too old, or older than one that was taken in already."""
-
-
-class DeviceError(ControlError):
-    """The device could not do the step."""
-
-
-@dataclass(frozen=True)
-class Turn:
-    """What a step does, row by row, and what the host knows after it."""
-
-    fresh: list[bool]  # an episode begins
-    due: list[bool]  # the memory takes the observation in
-    want: list[bool]  # a new chunk of actions is needed
-    position: list[int]  # the action of the chunk that is next
-    taken: list[int]  # observations in the memory before
-    seen: list[int]  # observations of the episode, with this one
-    clock: list[int] | None
-    stamp: float | None
 
 
 class Control:
@@ -88,11 +49,15 @@ class Control:
                 f"rows, precision, late: got {rows}, {precision!r}, {late}; expected 1 or more, one of "
                 f"{', '.join(PRECISIONS)}, and seconds or None"
             )
-        self.rows, self.precision, self.late = rows, precision, late
+        self.rows, self.precision = rows, precision
         self.fuse = cuda if fuse is None else fuse
         wrong = {"tf32": "cpu", "fp16": "cuda"}.get(precision)
         if self.device.type == wrong:
             raise ControlError(f"precision: {precision!r} is not for {wrong}; {PRECISIONS[precision]}")
+        if not policy.config.image_features:
+            raise ControlError(
+                "input_features: no pictures; a policy without cameras has nothing that compiling would speed up"
+            )
         self.version = version(policy)
         self.policy, self.last = frozen(policy, precision)
         if self.policy.recall is not None:
@@ -117,6 +82,7 @@ class Control:
         width = config.action_feature.shape[0]
         self.chunk = torch.zeros(rows, self.every, width, device=self.device)
         self.action = torch.zeros(rows, width, device=self.device)
+        self.draws = hasattr(self.policy, "diffusion")  # whether a chunk takes random numbers
         names = [*self.given, "memory", "action"]
         self.names, self.verdict = names, torch.zeros(len(names), device=self.device)
         self._verdict = torch.zeros(len(names), pin_memory=self.device.type == "cuda")
@@ -124,9 +90,16 @@ class Control:
         self.act = self._make(see=True, act=True)
         self.watch = self._make(see=True, act=False) if self.policy.recall is not None else None
         self.wait = self._make(see=False, act=False)
+        self.idle = self.interrupted = False  # told that nothing is ever written; stopped half-way through a step
+        remembers = self.policy.recall is not None
+        like = {key: tuple(x.shape) for key, x in self.given.items()}
+        self.schedule = Schedule(like, rows, self.every, config.memory.update_every, late, remembers=remembers)
         self.reset()
         if precision != "float32":
             self._compare(policy)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        """A copy of a policy is not compiled: buffers and graphs are of one policy."""
 
     # -- the step, as a function of the buffers --------------------------------------------------------------------------
 
@@ -162,7 +135,10 @@ class Control:
             with torch.no_grad(), computing(self.device, self.precision):
                 self._advance(see=see, act=act)
 
-        return captured(program) if self.device.type == "cuda" else program
+        if self.device.type != "cuda":
+            return program
+        with torch.cuda.device(self.device):
+            return captured(program)
 
     def _advance(self, *, see: bool, act: bool) -> None:
         """One step, from buffers to buffers. Nothing here depends on what the host knows but which of the three it is."""
@@ -189,13 +165,13 @@ class Control:
             new = torch.cat([x.flatten(1) for x in (*(state.cells[name] for name in names), *said[:5])], dim=1)
             carried = choose(due, new, base)
             says = said._replace(routing=None).either(due, held)
-        chunk = self.chunk
+        chunk, said_now = self.chunk, self.chunk
         if act and maps is not None:
             with policy._recalling(lambda: says), policy._encoded():
                 self.predicted = policy._act(seen | dict(zip(self.cameras, maps, strict=True))).float()
-            chunk = choose(want, self.predicted[:, : self.every], chunk)
+            chunk, said_now = choose(want, self.predicted[:, : self.every], chunk), self.predicted
         action = chunk[torch.arange(self.rows, device=self.device), position]
-        whole = [*now.values(), carried, chunk]
+        whole = [*now.values(), carried, said_now]
         self.verdict.copy_(
             torch.stack([torch.linalg.vector_norm(x, float("inf")) if x.numel() else x.sum() for x in whole])
         )
@@ -227,18 +203,17 @@ class Control:
 
     def reset(self) -> None:
         """A new episode in every row."""
-        self.seen, self.taken = [0] * self.rows, [0] * self.rows
-        self.position: list[int] = [self.every] * self.rows
-        self.clock: list[int] | None = None
-        self.stamp: float | None = None
-        self.begun, self.missed = False, False
+        if self.interrupted and self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        self.interrupted = False
+        self.schedule.reset()
         if self._ensembled:
             self.policy.temporal_ensembler.reset()
 
     def select(self, batch: dict[str, Any], **kwargs: Any) -> Tensor:
         """The next action of every row, as the policy's `select_action`."""
         refuse(kwargs)
-        turn = self._turn(batch)
+        turn = self.schedule.look(batch)
         if self._ensembled and any(turn.fresh) and not all(turn.fresh):
             raise ObservationError(
                 "temporal_ensemble_coeff: rows that begin at different times cannot share an ensemble"
@@ -247,143 +222,100 @@ class Control:
         if self._ensembled:
             if any(turn.fresh):
                 self.policy.temporal_ensembler.reset()
-            return self.policy.temporal_ensembler.update(self.predicted.clone())
-        self.position = [position + 1 for position in turn.position]
+            action: Tensor = self.policy.temporal_ensembler.update(self.predicted.clone())
+            return action
+        self.schedule.acted(turn)
         return self.action.clone()
 
     def observe(self, batch: dict[str, Any]) -> None:
         """Shows the memory an observation for which no action is wanted."""
-        self._aside(self._turn(batch), batch, act=False)
+        self._aside(self.schedule.look(batch), batch, act=False)
 
     def predict(self, batch: dict[str, Any], **kwargs: Any) -> Tensor:
         """Actions from here on; counts as one observation."""
         refuse(kwargs)
-        self._aside(self._turn(batch), batch, act=True)
+        self._aside(self.schedule.look(batch), batch, act=True)
         return self.predicted.clone()
 
     def _aside(self, turn: Turn, batch: dict[str, Any], *, act: bool) -> None:
-        """A step from which no queued action is taken. Rows that began in it need a new chunk at the next."""
+        """A step from which no queued action is taken."""
         self._step(batch, turn, act=act)
-        self.position = [self.every if fresh else at for fresh, at in zip(turn.fresh, self.position, strict=True)]
-
-    def _turn(self, batch: dict[str, Any]) -> Turn:
-        """Looks at an observation, and says what is to be done with it. Changes nothing."""
-        self._check(batch)
-        clock = batch[EPISODE_STEP].reshape(self.rows).tolist() if EPISODE_STEP in batch else None
-        before = self.clock if self.begun else None
-        nobody = [False] * self.rows
-        fresh, again = [not self.begun] * self.rows, nobody
-        if clock is not None and before is not None:
-            fresh = [a < b for a, b in zip(clock, before, strict=True)]
-            again = [a == b for a, b in zip(clock, before, strict=True)]
-            if (
-                self.policy.recall is not None
-                and not self.missed
-                and any(a > b + 1 for a, b in zip(clock, before, strict=True))
-            ):
-                self.missed = True
-                warnings.warn(
-                    f"the memory missed observations: episode_step went from {before} to {clock}", stacklevel=4
-                )
-        stamp = self._on_time(batch, begins=any(fresh))
-        seen = [0 if new else count for new, count in zip(fresh, self.seen, strict=True)]
-        taken = [0 if new else count for new, count in zip(fresh, self.taken, strict=True)]
-        rate = self.config.memory.update_every
-        due = [not same and count % rate == 0 for same, count in zip(again, seen, strict=True)]
-        want = [new or at >= self.every for new, at in zip(fresh, self.position, strict=True)]
-        position = [0 if new else at for new, at in zip(want, self.position, strict=True)]
-        return Turn(
-            fresh,
-            due,
-            want,
-            position,
-            taken,
-            [n + (not same) for n, same in zip(seen, again, strict=True)],
-            clock,
-            stamp,
-        )
-
-    def _check(self, batch: dict[str, Any]) -> None:
-        """Every input is there and has its shape."""
-        for key, like in self.given.items():
-            if key not in batch:
-                found = ", ".join(sorted(name for name in batch if name.startswith("observation."))) or "nothing"
-                hint = "; the policy's own preprocessor must run before it" if key == RAW_STATE else ""
-                raise ObservationError(f"{key}: is missing, got {found}; expected {tuple(like.shape)}{hint}")
-            x = batch[key]
-            if not isinstance(x, Tensor) or x.shape != like.shape or not x.is_floating_point():
-                got = f"{tuple(x.shape)} {x.dtype}" if isinstance(x, Tensor) else type(x).__name__
-                raise ObservationError(
-                    f"{key}: got {got}, expected {tuple(like.shape)} of floats, as this policy was compiled for "
-                    "(compile_for_control(rows=...) again for another number of rows)"
-                )
-
-    def _on_time(self, batch: dict[str, Any], *, begins: bool) -> float | None:
-        """When the observation was made, if it says so; refused if it is too old."""
-        if TIMESTAMP not in batch:
-            if self.late is not None:
-                raise ObservationError(
-                    f"{TIMESTAMP}: is missing, expected seconds of time.time(): late is {self.late} s"
-                )
-            return None
-        given = batch[TIMESTAMP]
-        if isinstance(given, Tensor) and given.dtype != torch.float64:
-            raise ObservationError(
-                f"{TIMESTAMP}: got {given.dtype}, expected float64, which alone can tell such times apart"
-            )
-        stamp = float(torch.as_tensor(given, dtype=torch.float64).min())
-        age = time.time() - stamp
-        if self.late is not None and age > self.late:
-            raise LateObservationError(f"{TIMESTAMP}: {age:.3f} s old, expected at most {self.late} s")
-        if self.stamp is not None and not begins and stamp < self.stamp:
-            raise LateObservationError(
-                f"{TIMESTAMP}: {self.stamp - stamp:.3f} s before the observation taken in last, expected a later one"
-            )
-        return stamp
+        if self._ensembled and any(turn.fresh):
+            self.policy.temporal_ensembler.reset()
 
     def _step(self, batch: dict[str, Any], turn: Turn, *, act: bool) -> None:
         """Hands the observation over, lets the device do the step, and waits for its word that all was well."""
-        see = self.watch if self.watch is not None and any(turn.due) else self.wait
+        if self.interrupted:
+            raise ControlError("the last step was interrupted half-way: call reset() before the next")
+        program = self.act if act else self.watch if self.watch is not None and any(turn.due) else self.wait
+        noise = self._noise() if act and self.draws else None
         try:
-            self._marks.numpy()[:] = (turn.fresh, turn.due, turn.want, turn.position, turn.taken)
-            torch._foreach_copy_([*self.given.values()], [batch[key] for key in self.given], non_blocking=True)
-            (self.act if act else see)()
-            if self.device.type == "cuda":
-                torch.cuda.current_stream(self.device).synchronize()
-        except ControlError:
-            raise
-        except RuntimeError as error:
-            raise DeviceError(f"{self.device}: {str(error).splitlines()[0]}") from error
-        bad = [name for name, x in zip(self.names, self._verdict.tolist(), strict=True) if not abs(x) < float("inf")]
+            self.interrupted = True
+            self._launch(batch, turn, program)
+        except Exception as error:
+            self._noise(noise)
+            self.interrupted = False
+            raise DeviceError(f"{self.device}: {(str(error) or repr(error)).splitlines()[0]}") from error
+        bad = [name for name, x in zip(self.names, self._verdict.tolist(), strict=True) if not math.isfinite(x)]
         if bad := [name for name in bad if name in self.given] or bad:
+            self._noise(noise)
+            self.interrupted = False
             raise ObservationError(f"{', '.join(bad)}: has a NaN or infinite value, expected finite numbers")
-        self.taken = [n + yes for n, yes in zip(turn.taken, turn.due, strict=True)]
-        self.seen, self.clock, self.stamp, self.begun = turn.seen, turn.clock, turn.stamp, True
+        self.schedule.keep(turn)
+        self.interrupted = False
+        if IDLE in self.schedule.taken and not self.idle:
+            slots = self._cells().get("slots")
+            if slots is not None and not bool(slots.any()):
+                self.idle = True
+                warnings.warn(f"nothing was written to the memory in {IDLE} steps: all gates are closed", stacklevel=5)
+
+    def _launch(self, batch: dict[str, Any], turn: Turn, program: Callable[[], None]) -> None:
+        self._marks.numpy()[:] = (turn.fresh, turn.due, turn.want, turn.position, turn.taken)
+        given = [batch[key] for key in self.given]
+        if self.device.type != "cuda":
+            torch._foreach_copy_([*self.given.values()], given)
+            program()
+            return
+        with torch.cuda.device(self.device):
+            torch._foreach_copy_([*self.given.values()], given, non_blocking=True)
+            program()
+            torch.cuda.current_stream().synchronize()
+
+    def _noise(self, state: Tensor | None = None) -> Tensor | None:
+        """The state of the random numbers that a chunk takes; put back, if one is given."""
+        cuda = self.device.type == "cuda"
+        if state is not None:
+            torch.cuda.set_rng_state(state, self.device) if cuda else torch.set_rng_state(state)
+            return None
+        return torch.cuda.get_rng_state(self.device) if cuda else torch.get_rng_state()
+
+    def _cells(self) -> dict[str, Tensor]:
+        """The memory's cells, as they are carried."""
+        recall = self.policy.recall
+        names = list(recall.memory.cell_shapes) if recall is not None else []
+        parts = zip(self.carried.split(self._sizes(), 1), self._shapes(), strict=True) if names else ()
+        return {name: part.unflatten(1, shape) for name, (part, shape) in zip(names, parts, strict=False)}
 
     def _compare(self, policy: "Remembering") -> None:
         """How far this precision is from float32, on noise pictures; refused if too far."""
-        exact, generator = (
-            Control(policy, rows=self.rows, precision="float32", fuse=False),
-            torch.Generator().manual_seed(0),
-        )
+        exact = Control(policy, rows=self.rows, precision="float32", fuse=False)
+        generator, late, self.schedule.late = torch.Generator().manual_seed(0), self.schedule.late, None
         for number in range(COMPARED):
-            batch: dict[str, Any] = {TIMESTAMP: time.time()}
-            batch |= {key: torch.rand(x.shape, generator=generator).to(x) for key, x in self.given.items()}
+            batch = {key: torch.rand(x.shape, generator=generator).to(x) for key, x in self.given.items()}
             chunks = []
             for each in (exact, self):
-                with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
-                    torch.manual_seed(number)
-                    chunks.append(each.predict(batch))
+                torch.manual_seed(number)
+                chunks.append(each.predict(batch))
             self.error = max(self.error, float((chunks[0] - chunks[1]).abs().max()))
+        self.schedule.late = late
         self.reset()
+        del exact, each
+        gc.collect()  # another copy of the policy was in there
         if self.error > TOLERANCE:
             raise ControlError(
                 f"precision: {self.precision} actions differ from float32 ones by up to {self.error:.3g}, expected "
                 f"{TOLERANCE} at most (of normalised actions)"
             )
-
-
-# -- tools -----------------------------------------------------------------------------------------------------------------
 
 
 def refuse(kwargs: dict[str, Any]) -> None:
@@ -392,99 +324,3 @@ def refuse(kwargs: dict[str, Any]) -> None:
         raise ControlError(
             f"{', '.join(kwargs)}: not known to a compiled policy; set policy.control = None to use them"
         )
-
-
-def choose(rows: Tensor, yes: Tensor, no: Tensor) -> Tensor:
-    """Row by row one or the other."""
-    return torch.where(rows.view(-1, *[1] * (max(yes.ndim, no.ndim) - 1)), yes, no)
-
-
-def version(policy: nn.Module) -> int:
-    """A number that grows whenever a weight is changed in place."""
-    return sum(x._version for x in (*policy.parameters(), *policy.buffers()))
-
-
-def frozen(policy: "Remembering", precision: str) -> tuple[Any, bool]:
-    """A copy for deployment: no gradients, normalisations baked into convolutions, weights arranged once. And whether its
-    convolutions want pictures channels last.
-    """
-    apart = {id(x): None for x in (policy.paths, policy.captured, policy.control) if x is not None}
-    made = copy.deepcopy(policy, apart).eval().requires_grad_(requires_grad=False)
-    made.reset()
-    baked = [bake(backbone) for backbone in made.backbones]
-    recall = made.recall
-    if recall is not None and hasattr(recall.memory, "slots"):
-        with exactly():
-            recall.memory.slots.settle()
-    if precision == "fp16" and recall is not None:
-        halve(recall)
-    if precision == "bf16":
-        mine = {id(x) for x in recall.modules()} if recall is not None else set()
-        for module in made.modules():
-            if isinstance(module, nn.Linear | nn.Conv1d | nn.Conv2d | nn.ConvTranspose1d) and id(module) not in mine:
-                module.to(torch.bfloat16)
-    return made, any(baked)
-
-
-class HalfLinear(nn.Module):
-    """A linear layer whose weights are kept in float16 (FBGEMM): half the bytes to read, which is what a step on a CPU waits
-    for. Products and sums are float32.
-    """
-
-    def __init__(self, layer: nn.Linear):
-        super().__init__()
-        bias = None if layer.bias is None else layer.bias.detach()
-        self.packed = torch.ops.quantized.linear_prepack_fp16(layer.weight.detach().contiguous(), bias)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """The layer's map."""
-        made: Tensor = torch.ops.quantized.linear_dynamic_fp16(x, self.packed)
-        return made
-
-
-def halve(module: nn.Module) -> None:
-    """Puts a `HalfLinear` in the place of every linear layer."""
-    for name, child in module.named_children():
-        if type(child) is nn.Linear:
-            module._modules[name] = HalfLinear(child)
-        else:
-            halve(child)
-
-
-@contextmanager
-def computing(device: torch.device, precision: str) -> Iterator[None]:
-    """The number format of everything computed meanwhile."""
-    with torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16", cache_enabled=False):
-        if device.type != "cuda":
-            yield
-            return
-        with (
-            torch.backends.cudnn.flags(enabled=True, benchmark=True, allow_tf32=precision == "tf32"),
-            exactly(exact=precision != "tf32"),
-        ):
-            yield
-
-
-@contextmanager
-def exactly(*, exact: bool = True) -> Iterator[None]:
-    """Matrix products in float32, or in TF32; a memory's are always float32."""
-    before = torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = not exact
-    try:
-        yield
-    finally:
-        torch.backends.cuda.matmul.allow_tf32 = before
-
-
-def captured(program: Callable[[], None]) -> Callable[[], None]:
-    """A program as one CUDA graph."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(WARM_UP):
-            program()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        program()
-    return graph.replay

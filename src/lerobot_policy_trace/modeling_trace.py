@@ -189,7 +189,9 @@ class TraceDiffusionPolicy(Remembering, DiffusionPolicy):
 
     def _act(self, seen: Batch) -> Tensor:
         pictures = torch.stack([seen[key] for key in self.config.image_features], dim=2)
-        actions: Tensor = self.diffusion.generate_actions(seen | {OBS_IMAGES: pictures})
+        shape = (len(pictures), self.config.horizon, self.config.action_feature.shape[0])
+        noise = torch.randn(shape, device=pictures.device)  # in float32, whatever the weights are
+        actions: Tensor = self.diffusion.generate_actions(seen | {OBS_IMAGES: pictures}, noise=noise)
         return actions
 
     def _stock(self, batch: Batch) -> Batch:

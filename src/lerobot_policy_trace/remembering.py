@@ -11,12 +11,12 @@ import torch
 from lerobot.utils.constants import OBS_STATE
 from torch import Tensor
 
-from lerobot_policy_trace.control import EPISODE_STEP, Control, ControlError, choose, version
+from lerobot_policy_trace.control import IDLE, Control
+from lerobot_policy_trace.frozen import choose, version
 from lerobot_policy_trace.learning import Batch, Learning
 from lerobot_policy_trace.processor_trace import RAW_STATE
+from lerobot_policy_trace.schedule import EPISODE_STEP, ControlError
 from trace_memory.memory import MemoryState, Readout
-
-IDLE = 50  # steps after which a memory should hold something
 
 
 class Remembering(Learning):
@@ -41,7 +41,9 @@ class Remembering(Learning):
         """
         self.control = None
         self.reset()
-        self.control = Control(self, rows=rows, precision=precision, late=late, fuse=fuse)
+        device = next(self.parameters()).device
+        with torch.inference_mode(mode=False), torch.random.fork_rng([device] if device.type == "cuda" else []):
+            self.control = Control(self, rows=rows, precision=precision, late=late, fuse=fuse)
         return self.control
 
     def reset(self) -> None:
@@ -151,7 +153,7 @@ class Remembering(Learning):
         """Shows the memory an observation for which no action is wanted."""
         if self.control is not None:
             self.control.observe(batch)
-        elif self.recall is not None:
+        else:
             self.eval()
             with self._whole():
                 fresh = self._start_rows(batch)
@@ -160,6 +162,8 @@ class Remembering(Learning):
 
     def _forget_chunk(self, fresh: Tensor) -> None:
         """Rows that began without taking an action have none left from before."""
+        if getattr(self.config, "temporal_ensemble_coeff", None) is not None and fresh.any():
+            self.temporal_ensembler.reset()
         if self._position is not None and len(self._position) == len(fresh):
             self._position = torch.where(fresh, self.config.n_action_steps, self._position)
 

@@ -26,7 +26,8 @@ from rich.progress import Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from lerobot_policy_trace import MemoryOptions, TraceActConfig, TraceDiffusionConfig
-from lerobot_policy_trace.control import PRECISIONS, Control, captured, computing
+from lerobot_policy_trace.control import Control
+from lerobot_policy_trace.frozen import PRECISIONS, captured, computing, exactly
 from lerobot_policy_trace.modeling_trace import TraceActPolicy, TraceDiffusionPolicy
 from lerobot_policy_trace.processor_trace import RAW_STATE
 from trace_lab.dataset import write_json
@@ -72,12 +73,11 @@ class Stopwatch:
     def __init__(self, device: torch.device, steps: int, seconds: float, progress: Progress):
         self.device, self.steps, self.seconds, self.progress = device, steps, seconds, progress
         self.cuda = device.type == "cuda"
-        self.cache = torch.zeros(CACHE, dtype=torch.uint8, device=device) if self.cuda else None
 
     def wall(self, what: str, call: Callable[[int], Any], steps: int | None = None) -> NDArray[np.float32]:
         """What a robot waits: from the call to its result."""
         steps = min(self.steps, steps or self.steps)
-        times, limit = np.zeros(steps, np.float32), time.perf_counter() + self.seconds
+        times, limit = np.full(steps, np.nan, np.float32), time.perf_counter() + self.seconds
         task = self.progress.add_task(what, total=steps)
         for number in range(-min(WARM_UP, steps), steps):
             begun = time.perf_counter()
@@ -100,13 +100,13 @@ class Stopwatch:
             if not self.cuda:
                 return Timing.of(self.wall(what, lambda _: program(), PARTS))
             replay = captured(program)
-        assert self.cache is not None
+        cache = torch.zeros(CACHE, dtype=torch.uint8, device=self.device)
         times, block, count = [], 50, min(self.steps, PARTS) + WARM_UP
         task = self.progress.add_task(what, total=count)
         for _ in range(0, count, block):
             marks = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(block)]
             for begin, end in marks:
-                self.cache.zero_()
+                cache.zero_()
                 begin.record()
                 replay()
                 end.record()
@@ -178,14 +178,24 @@ def parts(control: Control) -> dict[str, Callable[[], Any]]:
     state = MemoryState(state.steps + 1, state.cells)
     features = torch.randn(1, 30, getattr(control.config, "dim_model", 1), device=control.device)
 
+    def exact(part: Callable[[], Any]) -> Callable[[], Any]:
+        """As the memory computes, whatever the policy's precision is."""
+
+        def run() -> Any:
+            with exactly(), torch.autocast(control.device.type, enabled=False):
+                return part()
+
+        return run
+
     def adapt(readout: Any) -> Any:
         return adapter(features, readout) if hasattr(adapter, "attention") else adapter(readout)
 
-    found: dict[str, Callable[[], Any]] = {"TRACE overhead": lambda: adapt(control.remember(state, content, raw)[1])}
+    remember = exact(lambda: control.remember(state, content, raw))
+    found: dict[str, Callable[[], Any]] = {"TRACE overhead": lambda: adapt(remember()[1])}
     with torch.no_grad():
-        _, readout = control.remember(state, content, raw)
+        _, readout = remember()
     found["adapter"] = lambda: adapt(readout)
-    if type(memory) is TraceMemory:
+    if type(memory) is TraceMemory and not memory.keys.anchor:
         path = SignatureState(state.cells["point"], state.cells["xi"], state.steps)
         slots = memory.slots
 
@@ -207,7 +217,7 @@ def parts(control: Control) -> dict[str, Callable[[], Any]]:
             return slots.read(written.slots, drive)
 
         cut = {"signature": signature, "slot update": update, "readout": read}
-        found |= {name: control.fused(part) for name, part in cut.items()}
+        found |= {name: exact(control.fused(part)) for name, part in cut.items()}
     return found
 
 
@@ -231,14 +241,15 @@ def long_run(policy: Any, given: Observations, watch: Stopwatch, what: str) -> d
     """The control loop for many steps: how long steps take where a new chunk is made and where not, and what changes."""
     control: Control = policy.control
     held: list[float | None] = []
-    worst = 0.0
+    finite, largest = True, 0.0
 
     def step(number: int) -> None:
-        nonlocal worst
+        nonlocal finite, largest
         action = policy.select_action(given[number])
         if number % 1_000 == 0:
             held.append(resident())
-            worst = max(worst, float(action.abs().max()), float(control.carried.abs().max()))
+            values = torch.cat([action.flatten(), control.carried.flatten()]).abs()
+            finite, largest = finite and bool(values.isfinite().all()), max(largest, float(values.max()))
 
     policy.reset()
     times = watch.wall(what, step)
@@ -248,13 +259,14 @@ def long_run(policy: Any, given: Observations, watch: Stopwatch, what: str) -> d
     early = held[len(held) // 10]
     return {
         "steps": len(times),
-        "chunk": vars(Timing.of(times[begins])),
+        "chunk": vars(Timing.of(times[begins])) if begins.any() else None,
         "between": vars(Timing.of(times[~begins])) if not begins.all() else None,
         "all": vars(Timing.of(times)),
+        "cut": len(times) < watch.steps,
         "drift": float(np.median(times[-tenth:]) / np.median(times[:tenth])),
         "resident_growth_mb": None if early is None or held[-1] is None else held[-1] - early,
-        "finite": bool(np.isfinite(worst)),
-        "largest": worst,
+        "finite": finite,
+        "largest": largest,
     }
 
 
@@ -275,23 +287,23 @@ def measure(
     """All figures of one policy."""
     device, title = str(watch.device), f"{kind} {size} px"
     given = Observations(size, device)
+    before = torch.cuda.memory_allocated() if watch.cuda else 0
     found: dict[str, Any] = {"policy": kind, "memory": memory, "size": size, "precision": precision}
-    if watch.cuda:
-        torch.cuda.reset_peak_memory_stats()
     policy = make(kind, preset, memory, size, device)
     control = policy.compile_for_control(precision=precision, fuse=fuse)
     found |= {"error": control.error, "state_bytes": policy.recall.memory.state_bytes if policy.recall else 0}
-    policy.select_action(given[0])
+    if watch.cuda:
+        torch.cuda.reset_peak_memory_stats()
+    found["loop"] = long_run(policy, given, watch, f"{title}: control loop, memory {memory}")
+    if watch.cuda:
+        found["peak_mb"] = (torch.cuda.max_memory_allocated() - before) / 1e6
     cut = parts(control) if policy.recall is not None else {}
     found["parts"] = {name: vars(watch.part(f"{title}: {name}", part, precision)) for name, part in cut.items()}
     found["parts"]["encode"] = vars(watch.part(f"{title}: encode", encode(control), precision))
-    found["loop"] = long_run(policy, given, watch, f"{title}: control loop, memory {memory}")
     policy.reset()
     found["total loop"] = vars(
         Timing.of(watch.wall(f"{title}: a chunk every step", lambda n: policy.predict_action_chunk(given[n]), PARTS))
     )
-    if watch.cuda:
-        found["peak_mb"] = torch.cuda.max_memory_allocated() / 1e6
     if base:
         policy.control = None
         policy.reset()
@@ -352,7 +364,12 @@ def tables(results: list[dict[str, Any]]) -> list[Table]:
     line("step between chunks", [told(found["loop"]["between"]) for found in results], [])
     for name in ("encode", "eager with memory", "base compiled"):
         line(name, [told(found.get(name)) for found in every], [])
+    adds = [
+        f"{100 * found['added'] / found['base compiled']['mean']:.1f} %" if "added" in found else "-"
+        for found in results
+    ]
     line("total less base compiled", [f"{found['added']:.3f}" if "added" in found else "-" for found in results], [])
+    line("  of base compiled", adds, [])
     line("error against float32", [f"{found['error']:.2g}" for found in results], [])
     line("state, bytes", [f"{found['state_bytes']:,}" for found in results], [])
     line("peak GPU memory, MB", [f"{found['peak_mb']:.0f}" if "peak_mb" in found else "-" for found in results], [])
@@ -360,7 +377,8 @@ def tables(results: list[dict[str, Any]]) -> list[Table]:
     for name, found in zip(names, results, strict=True):
         loop, grew = found["loop"], found["loop"]["resident_growth_mb"]
         growth = "not known here" if grew is None else f"{grew:.2f} MB"
-        long.add_row(name, f"{loop['steps']:,}", f"{loop['drift']:.3f}", growth, "yes" if loop["finite"] else "NO")
+        steps = f"{loop['steps']:,}{' (out of time)' if loop['cut'] else ''}"
+        long.add_row(name, steps, f"{loop['drift']:.3f}", growth, "yes" if loop["finite"] else "NO")
     return [main, long]
 
 
@@ -410,7 +428,7 @@ def profile(
 
     Policies have a preset's sizes and random weights, observations are noise: neither changes what a step costs. Steps are
     those of a compiled policy (policy.compile_for_control()); base forward is LeRobot's own policy as it comes. With many
-    steps (--steps 1000000 --no-base) it is a soak test: memory use, latency drift and finite values are told.
+    steps (--steps 1000000 --seconds 3600 --no-base) it is a soak test: memory use, latency drift and finite values are told.
 
     Args:
         policies: act, diffusion or both.
@@ -422,7 +440,7 @@ def profile(
             GPU and float32 on a CPU.
         fuse: join the memory's small operations with torch.compile; on a GPU if not said.
         steps: control steps of the loop, after a warm-up; parts are measured 2,000 times at most.
-        seconds: a measurement stops after so long, whatever is missing; how many calls it had is in the JSON.
+        seconds: a measurement stops after so long, whatever is missing, and is told to be cut; raise it for soak tests.
         threads_: CPU threads; all if not said.
         base: also measure LeRobot's stock policy, and ours without the compiled path.
         out: folder for profile.json and profile.png.
@@ -461,7 +479,11 @@ def profile(
     made = {"machine": machine, "torch": torch.__version__, "preset": preset, "results": results}
     for table in tables(results):
         console.print(table)
-    console.print(f"{machine}, PyTorch {torch.__version__}, preset {preset}, one robot, three cameras")
+    console.print(
+        f"{machine}, PyTorch {torch.__version__}, preset {preset}, precision {precision}, one robot, three cameras"
+    )
+    clock = "the device's time, caches cold" if place == "cuda" else "wall clock"
+    console.print(f"Parts (signature to TRACE overhead, encode): {clock}; steps: wall clock, from call to action.")
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
         write_json(out / "profile.json", made)

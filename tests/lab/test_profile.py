@@ -69,10 +69,11 @@ def test_steps_with_a_new_chunk_are_told_from_the_others(monkeypatch):
     assert found["resident_growth_mb"] is None or found["resident_growth_mb"] < 50
 
 
-def test_a_value_that_is_not_finite_is_told(monkeypatch):
-    policy = make("act", "tiny", "trace", 32, "cpu")
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+def test_a_value_that_is_not_finite_is_told(value, monkeypatch):
+    policy = make("act", "tiny", "none", 32, "cpu")
     policy.compile_for_control()
-    monkeypatch.setattr(policy, "select_action", lambda _: torch.full((1, 17), float("inf")))
+    monkeypatch.setattr(policy, "select_action", lambda _: torch.full((1, 17), value))
     with Progress(disable=True) as progress:
         found = long_run(policy, Observations(32, "cpu"), Stopwatch(torch.device("cpu"), 100, 60.0, progress), "loop")
     assert not found["finite"]

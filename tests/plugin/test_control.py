@@ -13,7 +13,9 @@ from lerobot.configs import FeatureType, PolicyFeature
 from lerobot.utils.constants import OBS_STATE
 
 from lerobot_policy_trace import MemoryOptions, TraceActConfig, TraceDiffusionConfig
-from lerobot_policy_trace.control import (
+from lerobot_policy_trace.modeling_trace import TraceActPolicy, TraceDiffusionPolicy
+from lerobot_policy_trace.processor_trace import RAW_STATE
+from lerobot_policy_trace.schedule import (
     EPISODE_STEP,
     TIMESTAMP,
     ControlError,
@@ -21,8 +23,6 @@ from lerobot_policy_trace.control import (
     LateObservationError,
     ObservationError,
 )
-from lerobot_policy_trace.modeling_trace import TraceActPolicy, TraceDiffusionPolicy
-from lerobot_policy_trace.processor_trace import RAW_STATE
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 CAMERAS = [f"observation.images.{name}" for name in ("overhead", "left_wrist", "right_wrist")]
@@ -186,12 +186,17 @@ def test_observe_and_predict_count_as_observations(fast):
         policy.select_action(batch)
     other.select_action(batches[3])
     policy.observe(batches[3])
-    assert other.predict_action_chunk(batches[4]).shape == policy.predict_action_chunk(batches[4]).shape
+    ours, theirs = policy.predict_action_chunk(batches[4]), other.predict_action_chunk(batches[4])
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-4)
     policy.observe(batches[5])
-    for batch in batches[5:6]:
-        other.select_action(batch)
+    other.select_action(batches[5])
     ours, theirs = policy.select_action(batches[6]), other.predict_action_chunk(batches[6])
     torch.testing.assert_close(ours[1], theirs[1, 0], rtol=0, atol=1e-4)
+    ours, theirs = policy.predict_action_chunk(batches[7]), other.predict_action_chunk(batches[7])
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-4)
+    bare = make(memory={"name": "none"})  # what was not shown is missed
+    with pytest.raises(AssertionError):
+        torch.testing.assert_close(bare.predict_action_chunk(batches[7]), ours, rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -228,12 +233,18 @@ def damaged(batch, what):
         return {key: torch.cat([x, x]) for key, x in batch.items() if key != TIMESTAMP}, ObservationError, "rows"
     if what == "coarse time":
         batch[TIMESTAMP] = torch.tensor(time.time(), dtype=torch.float32)
-        return batch, ObservationError, "got torch.float32, expected float64"
+        return batch, ObservationError, "got torch.float32, expected .* float64"
+    if what in ("no number", "tomorrow", "a word"):
+        batch[TIMESTAMP] = {"no number": float("nan"), "tomorrow": time.time() + 86_400, "a word": "now"}[what]
+        return batch, ObservationError, "timestamp: got .*, expected seconds"
+    if what == "a plain clock":
+        batch[EPISODE_STEP] = 3
+        return batch, ObservationError, "episode_step: got int, expected 1 whole numbers"
     if what == "late":
         batch[TIMESTAMP] = torch.tensor(time.time() - 5, dtype=torch.float64)
         return batch, LateObservationError, "5.* s old, expected at most 2"
     if what == "out of order":
-        batch[TIMESTAMP] = time.time() - 1.5
+        batch[TIMESTAMP] = time.time() - 1.9
         return batch, LateObservationError, "before the observation taken in last"
     assert what == "no time"
     del batch[TIMESTAMP]
@@ -246,31 +257,29 @@ def damaged(batch, what):
     "what",
     [
         "not a number", "infinite state", "missing camera", "no raw state", "other size", "bytes", "other rows", "late",
-        "out of order", "no time", "coarse time",
+        "out of order", "no time", "coarse time", "no number", "tomorrow", "a word", "a plain clock",
     ],
 )  # fmt: skip
 def test_what_is_wrong_is_named_and_nothing_is_lost(what, kind, device):
     policy = make(kind, device)
-    batches = [batch | {TIMESTAMP: time.time() + 60} for batch in observations(1, 11, device)]
+    batches = observations(1, 11, device)
     policy.compile_for_control(late=2.0, fuse=False)
+
+    def select(batch):
+        return policy.select_action(batch | {TIMESTAMP: time.time()})
+
     for place in (3, 5, 8):  # in the middle of a chunk, and where a new one is due
         policy.reset()
         torch.manual_seed(3)
-        expected = [policy.select_action(batch) for batch in batches]
+        expected = [select(batch) for batch in batches]
         policy.reset()
         torch.manual_seed(3)
         for t, batch in enumerate(batches):
             if t == place:
-                if what == "out of order":  # the others say that they are of the future
-                    policy.control.stamp = time.time()
-                bad, error, message = damaged(batch, what)
-                noise = torch.get_rng_state(), torch.cuda.get_rng_state() if device == "cuda" else None
+                bad, error, message = damaged(batch | {TIMESTAMP: time.time()}, what)
                 with pytest.raises(error, match=message):
                     policy.select_action(bad)
-                torch.set_rng_state(noise[0])
-                if device == "cuda":
-                    torch.cuda.set_rng_state(noise[1])
-            torch.testing.assert_close(policy.select_action(batch), expected[t], rtol=0, atol=0)
+            torch.testing.assert_close(select(batch), expected[t], rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -292,6 +301,105 @@ def test_a_device_that_fails_once(device, monkeypatch):
                 with pytest.raises(DeviceError, match="out of memory"):
                     policy.select_action(batch)
         torch.testing.assert_close(policy.select_action(batch), expected[t], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("kind", ["act", "diffusion"])
+def test_a_failure_in_the_middle_of_a_step(kind, monkeypatch):
+    """After the pictures, the memory and half the policy were computed (and random numbers drawn)."""
+    policy = make(kind)
+    control = policy.compile_for_control()
+    batches = observations(1, 10)
+    torch.manual_seed(3)
+    expected = [policy.select_action(batch) for batch in batches]
+    policy.reset()
+    torch.manual_seed(3)
+    part = control.policy.model.action_head if kind == "act" else control.policy.diffusion.unet.final_conv
+
+    def fail(*_):
+        raise RuntimeError("CUDA error: unspecified launch failure")
+
+    for t, batch in enumerate(batches):
+        if t in (4, 8):
+            with monkeypatch.context() as patch:
+                patch.setattr(part, "forward", fail)
+                with pytest.raises(DeviceError, match="cpu: CUDA error: unspecified launch failure"):
+                    policy.select_action(batch)
+        torch.testing.assert_close(policy.select_action(batch), expected[t], rtol=0, atol=0)
+
+
+def test_an_interrupted_step_asks_for_a_reset(monkeypatch):
+    policy = make()
+    control = policy.compile_for_control()
+    first, second, third = observations(1, 3)
+    policy.select_action(first)
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(control, "watch", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            policy.select_action(second)
+    with pytest.raises(ControlError, match="interrupted"):
+        policy.select_action(third)
+    policy.reset()
+    policy.select_action(third)
+
+
+def test_predictions_that_are_not_finite_never_come_out():
+    policy = make()
+    control = policy.compile_for_control()
+    first, second = observations(1, 2)
+    policy.select_action(first)
+    control.policy.model.action_head.bias[0] = float("nan")
+    with pytest.raises(ObservationError, match=r"^action: has a NaN"):
+        policy.predict_action_chunk(second)
+
+
+def test_a_copy_is_not_compiled():
+    policy = make()
+    policy.compile_for_control()
+    other = copy.deepcopy(policy)
+    assert other.control is None
+    batch = observations(1, 1)[0]
+    torch.testing.assert_close(other.select_action(batch), policy.select_action(batch), rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["act", "diffusion"])
+def test_compiling_draws_no_random_numbers_and_may_be_done_in_inference_mode(kind):
+    policy = make(kind)
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    with torch.inference_mode():
+        policy.compile_for_control()
+    torch.testing.assert_close(torch.rand(3), expected, rtol=0, atol=0)
+    for batch in observations(1, 6):
+        policy.select_action(batch)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="only a GPU can be waited for")
+def test_nothing_is_waited_for_or_allocated_inside_a_step():
+    policy = make("act", "cuda")
+    policy.compile_for_control(fuse=False)
+    batches = [{key: x for key, x in batch.items() if key != EPISODE_STEP} for batch in observations(1, 12, "cuda")]
+    for batch in batches:
+        policy.select_action(batch)
+    before = torch.cuda.memory_stats()["num_device_alloc"]
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for batch in batches:
+            policy.select_action(batch)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.cuda.memory_stats()["num_device_alloc"] == before
+
+
+def test_a_policy_without_cameras_is_refused_by_name():
+    policy = make(memory={"name": "none"})
+    policy.config.input_features = {OBS_STATE: policy.config.input_features[OBS_STATE]}
+    with pytest.raises(ControlError, match="no pictures"):
+        policy.compile_for_control()
 
 
 def test_weights_that_changed_are_noticed_and_the_copy_is_frozen():
@@ -325,6 +433,10 @@ def test_other_precisions_are_measured(precision, device, monkeypatch):
     policy.control = None
     eager, fast = both(policy, observations(1, 12, device), 1, precision=precision)
     torch.testing.assert_close(fast, eager, rtol=0, atol=0.05)
+    with monkeypatch.context() as patch:  # of the same noise; of other noise they would differ by 2 and more
+        patch.setattr("lerobot_policy_trace.control.TOLERANCE", 1.0)
+        for other in ("diffusion", "diffusion, noise all along"):
+            assert make(other, device).compile_for_control(precision=precision, fuse=False).error < 0.3
     if precision != "tf32":
         monkeypatch.setattr("lerobot_policy_trace.control.TOLERANCE", control.error / 2)
         with pytest.raises(ControlError, match="differ from float32"):
