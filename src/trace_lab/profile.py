@@ -22,7 +22,7 @@ from lerobot.policies.diffusion.modeling_diffusion import DiffusionPolicy
 from lerobot.utils.constants import ACTION, OBS_STATE
 from numpy.typing import NDArray
 from rich.console import Console
-from rich.progress import Progress, TextColumn, TimeRemainingColumn
+from rich.progress import Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from lerobot_policy_trace import MemoryOptions, TraceActConfig, TraceDiffusionConfig
@@ -38,6 +38,7 @@ from trace_memory.signature import SignatureState
 CHANNELS = 17
 CAMERAS = ("overhead", "left_wrist", "right_wrist")
 PARTS = 2_000  # times a part is measured at most
+FEW = 200  # times what no claim rests on is
 WARM_UP = 20
 POOL, PATH = 32, 4_096  # different pictures and robot states a run goes through, again and again
 CACHE = (
@@ -89,9 +90,14 @@ class Stopwatch:
             if number % 100 == 0:
                 self.progress.update(task, completed=max(0, number))
             if time.perf_counter() > limit and number >= WARM_UP:
-                self.progress.update(task, completed=steps)
-                return times[: number + 1]
-        self.progress.update(task, completed=steps)
+                return self._told(what, task, times[: number + 1])
+        return self._told(what, task, times)
+
+    def _told(self, what: str, task: TaskID, times: NDArray[np.float32]) -> NDArray[np.float32]:
+        """Where nobody sees the bar, a line a measurement."""
+        self.progress.update(task, completed=self.progress.tasks[self.progress.task_ids.index(task)].total)
+        if not self.progress.console.is_terminal:
+            self.progress.console.print(f"{what}: {Timing.of(times)} ms ({len(times)} calls)", highlight=False)
         return times
 
     def part(self, what: str, program: Callable[[], Any], precision: str) -> Timing:
@@ -113,7 +119,7 @@ class Stopwatch:
             torch.cuda.synchronize()
             times += [begin.elapsed_time(end) for begin, end in marks]
             self.progress.advance(task, block)
-        return Timing.of(np.array(times[WARM_UP:], np.float32))
+        return Timing.of(self._told(what, task, np.array(times[WARM_UP:], np.float32)))
 
 
 # -- what is measured ------------------------------------------------------------------------------------------------------
@@ -308,7 +314,7 @@ def measure(
         policy.control = None
         policy.reset()
         found["eager with memory"] = vars(
-            Timing.of(watch.wall(f"{title}: eager", lambda n: policy.predict_action_chunk(given[n]), PARTS))
+            Timing.of(watch.wall(f"{title}: eager", lambda n: policy.predict_action_chunk(given[n]), FEW))
         )
         del policy, control, cut
         stock = make(kind, preset, "none", size, device, stock=True)
@@ -466,17 +472,22 @@ def profile(
         MemoryOptions(name=memory)
     except ValueError as error:
         return refuse("memory", memory, str(error))
-    results = []
+    machine = torch.cuda.get_device_name() if place == "cuda" else f"CPU, {threads_ or torch.get_num_threads()} threads"
+    results: list[dict[str, Any]] = []
+    made: dict[str, Any] = {}
+    if out is not None:
+        out.mkdir(parents=True, exist_ok=True)
     columns = (TextColumn("{task.description}"), *Progress.get_default_columns()[1:3], TimeRemainingColumn())
     with threads(threads_), Progress(*columns, console=console, transient=True) as progress:
         watch = Stopwatch(torch.device(place), steps, seconds, progress)
         for kind in policies:
             for size in sizes:
                 results.append(measure(kind, preset, memory, size, precision, watch, base=base, fuse=fuse))
+                made = {"machine": machine, "torch": torch.__version__, "preset": preset, "results": results}
+                if out is not None:
+                    write_json(out / "profile.json", made)  # after each: a long run that is stopped keeps what it has
                 for task in progress.task_ids:
                     progress.remove_task(task)
-    machine = torch.cuda.get_device_name() if place == "cuda" else f"CPU, {threads_ or torch.get_num_threads()} threads"
-    made = {"machine": machine, "torch": torch.__version__, "preset": preset, "results": results}
     for table in tables(results):
         console.print(table)
     console.print(
@@ -485,8 +496,6 @@ def profile(
     clock = "the device's time, caches cold" if place == "cuda" else "wall clock"
     console.print(f"Parts (signature to TRACE overhead, encode): {clock}; steps: wall clock, from call to action.")
     if out is not None:
-        out.mkdir(parents=True, exist_ok=True)
-        write_json(out / "profile.json", made)
         draw(results, out / "profile.png")
         console.print(f"Wrote {out / 'profile.json'} and {out / 'profile.png'}")
     if json_:
