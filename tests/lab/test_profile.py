@@ -7,9 +7,10 @@ import pytest
 import torch
 from rich.progress import Progress
 
-from trace_lab import profile as module
+from trace_lab import stopwatch as module
 from trace_lab.cli import main
-from trace_lab.profile import Observations, Stopwatch, Timing, long_run, make
+from trace_lab.latency import Observations, long_run, make
+from trace_lab.stopwatch import Stopwatch, Timing
 
 
 def test_figures_of_one_policy(tmp_path, capsys):
