@@ -18,6 +18,9 @@ class Command(NamedTuple):
 COMMANDS: dict[str, Command] = {
     "params": Command("trace_lab.params:params", "count the parameters of every map, adapter and memory"),
     "collect": Command("trace_lab.collect:collect", "let the expert do a task of the suite, as a LeRobot dataset"),
+    "doctor": Command(
+        "trace_lab.doctor:doctor", "look at a LeRobot dataset: what would a memory find there, is one needed?"
+    ),
     "train": Command("trace_lab.train:train", "train a policy, with a memory or without, on a LeRobot dataset"),
     "compare": Command("trace_lab.compare:compare", "tasks x methods x seeds: collect, train, evaluate, tables"),
     "probe": Command("trace_lab.probe:probe", "train memories on a one-minute delayed-evidence task"),

@@ -22,6 +22,7 @@ SMALL = {
     "train": "--preset tiny --steps 1 --set episodes=1 targets=2 memory.update_every=64 --device cpu",
     "eval": "--episodes 1 --limit 3 --workers 1 --device cpu",
     "compare": "--plan-only",
+    "doctor": "--preset tiny",
     "profile": "--policies act --preset tiny --sizes 32 --steps 100 --seconds 0.1 --device cpu",
 }
 OK = defaultdict(lambda: {0}, {"probe-task": {0, 1}})  # so few episodes prove nothing either way
