@@ -88,8 +88,7 @@ class Schedule:
         self._check(batch)
         clock = self._clock(batch)
         before = self.clock if self.begun else None
-        nobody = [False] * self.rows
-        fresh, again = [not self.begun] * self.rows, nobody
+        fresh, again = [not self.begun] * self.rows, [False] * self.rows
         if clock is not None and before is not None:
             fresh = [a < b for a, b in zip(clock, before, strict=True)]
             again = [a == b for a, b in zip(clock, before, strict=True)]
@@ -101,20 +100,11 @@ class Schedule:
         stamp = self._on_time(batch, fresh)
         seen = [0 if new else count for new, count in zip(fresh, self.seen, strict=True)]
         taken = [0 if new else count for new, count in zip(fresh, self.taken, strict=True)]
-        rate = self.rate
-        due = [not same and count % rate == 0 for same, count in zip(again, seen, strict=True)]
+        due = [not same and count % self.rate == 0 for same, count in zip(again, seen, strict=True)]
         want = [new or at >= self.every for new, at in zip(fresh, self.position, strict=True)]
         position = [0 if new else at for new, at in zip(want, self.position, strict=True)]
-        return Turn(
-            fresh,
-            due,
-            want,
-            position,
-            taken,
-            [n + (not same) for n, same in zip(seen, again, strict=True)],
-            clock,
-            stamp,
-        )
+        seen = [count + (not same) for count, same in zip(seen, again, strict=True)]
+        return Turn(fresh, due, want, position, taken, seen, clock, stamp)
 
     def _check(self, batch: dict[str, Any]) -> None:
         """Every input is there and has its shape."""

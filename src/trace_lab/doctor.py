@@ -19,7 +19,7 @@ from rich.progress import track
 
 from lerobot_policy_trace.paths import DatasetError, Paths
 from trace_lab.evidence import Evidence, examine, moments
-from trace_lab.frames import FramesError, Job, decode, jobs_of, open_dataset, open_frames
+from trace_lab.frames import FramesError, Job, decode, jobs_of, open_dataset, open_frames, shapes_of
 from trace_lab.recipe import RecipeError, recipe
 from trace_lab.train import Training
 from trace_memory.config import PRESETS, SIGNATURES
@@ -51,7 +51,7 @@ def names_of(meta: Any, feature: str) -> list[str]:
 
 def inventory(meta: Any, paths: Paths, found: Findings) -> list[str]:
     """Features and lengths; returns the cameras."""
-    cameras = [name for name, feature in meta.features.items() if feature["dtype"] in {"video", "image"}]
+    cameras = list(shapes_of(meta, None, len(paths.states)))
     lengths = (paths.ends - paths.starts).numpy()
     low, middle, high = int(lengths.min()), int(np.median(lengths)), int(lengths.max())
     found.figures |= {
@@ -142,7 +142,7 @@ def cost(meta: Any, paths: Paths, cameras: list[str], preset: str, found: Findin
     found.told.append(f"Decoded pictures take {store / 1e9:.2f} GB, in GPU memory, RAM or a file.")
     found.told.append(
         f"Training ACT with TRACE at preset {preset} ({whole.steps:,} updates of {whole.batch} targets) would take about "
-        f"{hours:.1f} h on {machine} ({update:.1f} s an update, from one of an eighth of the size or less; rough)."
+        f"{hours:.1f} h on {machine} ({update:.1f} s an update; from one update of one episode, so rough)."
     )
 
 

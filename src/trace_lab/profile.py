@@ -102,7 +102,7 @@ def profile(
     precision: str = "auto",
     fuse: bool | None = None,
     steps: int = 2_000,
-    seconds: float = 120.0,
+    seconds: float | None = None,
     threads_: Annotated[int | None, tyro.conf.arg(name="threads")] = None,
     base: bool = True,
     out: Path | None = None,
@@ -112,7 +112,7 @@ def profile(
 
     Policies have a preset's sizes and random weights, observations are noise: neither changes what a step costs. Steps are
     those of a compiled policy (policy.compile_for_control()); base forward is LeRobot's own policy as it comes. With many
-    steps (--steps 1000000 --seconds 3600 --no-base) it is a soak test: memory use, latency drift and finite values are told.
+    steps (--steps 1000000 --no-base) it is a soak test: memory use, latency drift and finite values are told.
 
     Args:
         policies: act, diffusion or both.
@@ -124,7 +124,8 @@ def profile(
             GPU and float32 on a CPU.
         fuse: join the memory's small operations with torch.compile; on a GPU if not said.
         steps: control steps of the loop, after a warm-up; parts are measured 2,000 times at most.
-        seconds: a measurement stops after so long, whatever is missing, and is told to be cut; raise it for soak tests.
+        seconds: a measurement stops after so long, whatever is missing; 30 if not said, except for a loop of more than 2,000
+            steps, which is not stopped.
         threads_: CPU threads; all if not said.
         base: also measure LeRobot's stock policy, and ours without the compiled path.
         out: folder for profile.json and profile.png.
@@ -142,7 +143,7 @@ def profile(
         return refuse("precision", precision, f"auto or one of {', '.join(PRECISIONS)}")
     if (precision, place) in {("tf32", "cpu"), ("fp16", "cuda")}:
         return refuse("precision", f"{precision} on {place}", PRECISIONS[precision])
-    if steps < 100 or seconds <= 0 or not all(size >= 32 for size in sizes):
+    if steps < 100 or (seconds is not None and seconds <= 0) or not all(size >= 32 for size in sizes):
         return refuse("steps, seconds, sizes", (steps, seconds, sizes), "at least 100, more than 0, at least 32 each")
     if place == "cuda" and not torch.cuda.is_available():
         return refuse("device", "cuda, but PyTorch sees none here", "cpu or auto")

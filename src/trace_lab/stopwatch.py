@@ -1,5 +1,6 @@
 """How long calls take (`Stopwatch`), on a CPU and on a GPU, and what that says (`Timing`)."""
 
+import math
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -17,9 +18,9 @@ from lerobot_policy_trace.frozen import captured, computing
 
 PARTS = 2_000  # times a part is measured at most
 WARM_UP = 20
-CACHE = (
-    128 << 20
-)  # bytes written before each measurement of a part, so that it finds its weights where a robot's step does
+SECONDS = 30.0  # for a measurement, unless told otherwise; longer runs than those of parts take what they need
+# Bytes written before each measurement of a part, so that it finds its weights where a robot's step does.
+CACHE = 128 << 20
 
 
 @dataclass(frozen=True)
@@ -43,16 +44,18 @@ class Timing:
 
 
 class Stopwatch:
-    """Measures calls, on a device, for at most so many seconds each."""
+    """Measures calls, on a device, for at most so many seconds each (`SECONDS` if None)."""
 
-    def __init__(self, device: torch.device, steps: int, seconds: float, progress: Progress):
+    def __init__(self, device: torch.device, steps: int, seconds: float | None, progress: Progress):
         self.device, self.steps, self.seconds, self.progress = device, steps, seconds, progress
         self.cuda = device.type == "cuda"
 
     def wall(self, what: str, call: Callable[[int], Any], steps: int | None = None) -> NDArray[np.float32]:
         """What a robot waits: from the call to its result."""
         steps = min(self.steps, steps or self.steps)
-        times, limit = np.full(steps, np.nan, np.float32), time.perf_counter() + self.seconds
+        usual = SECONDS if steps <= PARTS else math.inf
+        limit = time.perf_counter() + (usual if self.seconds is None else self.seconds)
+        times = np.full(steps, np.nan, np.float32)
         task = self.progress.add_task(what, total=steps)
         for number in range(-min(WARM_UP, steps), steps):
             begun = time.perf_counter()
@@ -69,7 +72,7 @@ class Stopwatch:
 
     def _told(self, what: str, task: TaskID, times: NDArray[np.float32]) -> NDArray[np.float32]:
         """Where nobody sees the bar, a line a measurement."""
-        self.progress.update(task, completed=self.progress.tasks[self.progress.task_ids.index(task)].total)
+        self.progress.update(task, completed=len(times), total=len(times))
         if not self.progress.console.is_terminal:
             self.progress.console.print(f"{what}: {Timing.of(times)} ms ({len(times)} calls)", highlight=False)
         return times

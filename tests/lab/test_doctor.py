@@ -119,3 +119,12 @@ def test_what_stands_in_the_way_is_named(dataset, tmp_path, capsys):
     assert "no meta/info.json" in capsys.readouterr().err
     assert main(["doctor", str(dataset), "--preset", "tinny"]) == 2
     assert "did you mean 'tiny'" in capsys.readouterr().err
+
+
+def test_pictures_stored_one_by_one_are_named(dataset, tmp_path, capsys):
+    other = tmp_path / "images"
+    shutil.copytree(dataset, other)
+    note = other / "meta" / "info.json"
+    note.write_text(note.read_text().replace('"dtype": "video"', '"dtype": "image"'))
+    assert main(["doctor", str(other), "--no-cost"]) == 2
+    assert "stored as single images, expected video" in capsys.readouterr().err
