@@ -379,19 +379,28 @@ def test_compiling_draws_no_random_numbers_and_may_be_done_in_inference_mode(kin
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="only a GPU can be waited for")
-def test_nothing_is_waited_for_or_allocated_inside_a_step():
+def test_a_step_waits_once_for_its_action_and_allocates_nothing(monkeypatch):
     policy = make("act", "cuda")
     policy.compile_for_control(fuse=False)
     batches = [{key: x for key, x in batch.items() if key != EPISODE_STEP} for batch in observations(1, 12, "cuda")]
     for batch in batches:
         policy.select_action(batch)
+    waits, wait = [], torch.cuda.Stream.synchronize
+
+    def once(stream):
+        torch.cuda.set_sync_debug_mode("default")
+        waits.append(wait(stream))
+        torch.cuda.set_sync_debug_mode("error")
+
+    monkeypatch.setattr(torch.cuda.Stream, "synchronize", once)
     before = torch.cuda.memory_stats()["num_device_alloc"]
-    torch.cuda.set_sync_debug_mode("error")
+    torch.cuda.set_sync_debug_mode("error")  # any other wait is an error
     try:
         for batch in batches:
             policy.select_action(batch)
     finally:
         torch.cuda.set_sync_debug_mode("default")
+    assert len(waits) == len(batches)
     assert torch.cuda.memory_stats()["num_device_alloc"] == before
 
 
