@@ -47,6 +47,25 @@ def fold(module: nn.Module) -> int:
     return folded + sum(fold(child) for child in children if type(child) is not FoldedConv2d)
 
 
+@torch.no_grad()
+def calibrate(backbone: nn.Module, pictures: Tensor) -> None:
+    """Gives frozen normalisations the statistics of these pictures, layer after layer. Without pretrained weights they
+    normalise nothing, and what differs between two pictures is lost in what all have in common.
+    """
+
+    def fit(norm: nn.Module, given: tuple[Tensor]) -> None:
+        norm.running_mean.copy_(given[0].mean((0, 2, 3)))  # type: ignore[operator]
+        norm.running_var.copy_(given[0].var((0, 2, 3)))  # type: ignore[operator]
+
+    norms = [norm for norm in backbone.modules() if isinstance(norm, FrozenBatchNorm2d)]
+    hooks = [norm.register_forward_pre_hook(fit) for norm in norms]
+    try:
+        backbone(pictures)
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
 def quicken(backbone: nn.Module) -> None:
     """Folds, and lays out weights and pictures channels last."""
     fold(backbone)

@@ -4,7 +4,7 @@ scan), and `Episodes`, in which whole episodes bring many targets. Deployment is
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -34,7 +34,7 @@ Batch = dict[str, Any]
 class Episodes:
     """Episodes, or a piece of each, for one training step: every frame once, what the memory sees, where the targets are."""
 
-    pictures: list[Tensor]  # one (F, 3, H, W) a camera, normalised as the policy expects
+    pictures: list[Tensor]  # one (F, 3, H, W) a camera, normalised as the policy expects; or feature maps
     states: Tensor  # (F, d), raw
     written: Tensor  # (E, T): which of those frames the memory takes in, in order
     valid: Tensor  # (E, T) bool
@@ -56,6 +56,7 @@ class Learning(PreTrainedPolicy):
         self.recall, self.paths = None, None
         self._source: Callable[[], Readout] | None = None
         self._seen: list[Tensor] = []
+        self.backbone_frozen = False  # if so, feature maps come in place of pictures
         self.captured: Callable[..., Readout] | None = None  # a faster scan of whole episodes, if someone has made one
         if options.name == "none":
             return
@@ -175,6 +176,8 @@ class Learning(PreTrainedPolicy):
     def _teach(self, now: Episodes) -> list[Tensor]:
         """Feature maps of all frames, one tensor a camera; gradient passes where it is wanted."""
         pictures, weight = now.pictures, now.taught
+        if self.backbone_frozen:
+            return pictures
         if weight is None:
             return self._encode(pictures)
         some, rest = (weight > 0).nonzero()[:, 0], (weight == 0).nonzero()[:, 0]
@@ -193,7 +196,8 @@ class Learning(PreTrainedPolicy):
     def forward(self, batch: Batch, *args: Any, **kwargs: Any) -> tuple[Tensor, dict[str, Any] | None]:
         """The stock loss with the memory's readout in it, and the memory's own losses by name."""
         if self.recall is None:
-            return super().forward(batch, *args, **kwargs)
+            with self._encoded() if self.backbone_frozen and self.training else nullcontext():
+                return super().forward(batch, *args, **kwargs)
         missing = [key for key in self.config.image_features if key not in batch]
         if missing and EPISODES not in batch:
             found = [key for key in batch if key.startswith("observation.images.")]

@@ -65,6 +65,11 @@ class Remembering(Learning):
         self._chunk: Tensor | None = None
         self._position: Tensor | None = None
 
+    @property
+    def readout(self) -> Readout | None:
+        """What the memory said last, and how it wrote; None before the first observation, or without a memory."""
+        return self._held
+
     def _start_rows(self, batch: Batch) -> Tensor:
         """Looks whose episodes begin (returned), and whose observation is the last one again. Changes nothing yet."""
         rows, device = len(batch[OBS_STATE]), batch[OBS_STATE].device

@@ -7,7 +7,8 @@ os.environ.setdefault("MUJOCO_GL", "egl")
 
 import gymnasium
 
-from trace_bench.registry import TASKS, VERSION
+from trace_bench.registry import EVERY, VERSION
+from trace_bench.registry import TASKS as TASKS
 
-for _name in TASKS:
+for _name in EVERY:
     gymnasium.register(f"trace_bench/{_name}-v{VERSION}", entry_point="trace_bench.env:make", kwargs={"task": _name})

@@ -89,7 +89,7 @@ class BenchEnv(gymnasium.Env[Observation, NDArray[np.float32]]):
 
     @property
     def _longest_delay(self) -> int:
-        return self.delay + self.delay // 4
+        return self.delay + int(self.delay * self.bench.spread)
 
     @property
     def record(self) -> Record:

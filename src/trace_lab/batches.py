@@ -85,6 +85,7 @@ class Batches:
         self.whole = recipe.scan == "episode" and recipe.memory != "none"
         self.every = int(config.memory.update_every)
         self.augment = Augment(recipe.shift, recipe.jitter)
+        self.features: Any = None  # feature maps in place of pictures, where the encoder is not trained
         dropped = int(getattr(config, "drop_n_last_frames", 0))
         self.usable = (store.lengths - dropped).clamp_min(1)
         self._order: tuple[int, Tensor] | None = None  # of the epoch that is going on
@@ -131,11 +132,26 @@ class Batches:
             yield from self._pieces(step, episodes, times, longest)
             return
         rows = self.store.starts[episodes] + times[:, 0]
+        if self.features is not None:
+            batch = self.prepare(self._stock(rows, rows[:, None], episodes))
+            yield batch | self._look(step, rows, torch.arange(len(rows), device=rows.device)), 1.0
+            return
         batch = self.store.sample(rows, episodes, self.config)
         for number, camera in enumerate(self.store.cameras):
             draw = generator(self.seed, step, self.share, number, 3)
             batch[camera] = self.augment(batch[camera], torch.arange(len(rows), device=rows.device), draw)
         yield self.prepare(batch), 1.0
+
+    def _look(self, step: int, rows: Tensor, owner: Tensor) -> dict[str, Any]:
+        """Pictures of these frames, or what stands for them; the same light for what has the same owner."""
+        seen = {}
+        for number, camera in enumerate(self.store.cameras):
+            draw = generator(self.seed, step, self.share, number, 3)  # the same for every piece of an episode
+            if self.features is not None:
+                seen[camera] = self.features(camera, rows, owner, draw)
+            else:
+                seen[camera] = self.augment(self.store.pictures(camera, rows), owner, draw)
+        return seen
 
     def _pieces(
         self, step: int, episodes: Tensor, times: Tensor, longest: int
@@ -170,11 +186,8 @@ class Batches:
         seen = first[row] + (target[:, None] + before).clamp_min(0)  # (N, s): the stock policy looks at these
         rows, where = torch.cat([written.flatten(), seen.flatten()]).unique(return_inverse=True)
         batch = self._stock(first[row, 0] + target, seen, episodes[row])
-        owner = torch.searchsorted(store.ends, rows, right=True)
-        for number, camera in enumerate(store.cameras):
-            draw = generator(self.seed, step, self.share, number, 3)  # the same for every piece
-            batch[camera] = self.augment(store.pictures(camera, rows), owner, draw)
-        batch = self.prepare(batch)
+        pictures = self._look(step, rows, torch.searchsorted(store.ends, rows, right=True))
+        batch = self.prepare(batch) | pictures if self.features is not None else self.prepare(batch | pictures)
         here, there = where[: written.numel()].view(written.shape), where[written.numel() :].view(seen.shape)
         batch[EPISODES] = Episodes(
             pictures=[batch.pop(camera) for camera in store.cameras],

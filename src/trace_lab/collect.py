@@ -31,7 +31,14 @@ from trace_lab import dataset, pictures
 from trace_lab.card import card
 from trace_lab.dataset import WORK, Attempt, Finished, FolderError, Settings, shard
 
-EPISODES = {"Tool": 100, "Book": 150, "Laundry": 60, "Cable": 30, "Medicine": 60}  # the paper's
+EPISODES = {
+    "Tool": 100,
+    "Book": 150,
+    "Laundry": 60,
+    "Cable": 30,
+    "Medicine": 60,
+    "Signal": 40,
+}  # the paper's, and one more
 BYTES_A_PIXEL, BYTES_A_FRAME, COPIES = 0.10, 250, 3  # measured, on the low side; shards, groups and the whole
 PATIENCE = 10  # failures of the expert beyond the number of episodes asked for, after which something is wrong
 
@@ -134,9 +141,7 @@ def workers_of(count: int) -> Iterator[Executor]:
         return
     import multiprocessing
 
-    context = multiprocessing.get_context(
-        "forkserver"
-    )  # GL does not survive a fork, LeRobot does and is slow to import
+    context = multiprocessing.get_context("forkserver")  # GL does not survive a fork; LeRobot is slow to import
     context.set_forkserver_preload(["lerobot.datasets.aggregate", "lerobot.datasets.lerobot_dataset"])
     stop = context.Event()
     pool = ProcessPoolExecutor(count, context, initializer=dataset.begin_worker, initargs=(stop,))
@@ -348,7 +353,7 @@ def collect(
     them. Laundry, 60 episodes, takes about four minutes on two cores.
 
     Args:
-        task: Tool, Book, Laundry, Cable or Medicine.
+        task: Tool, Book, Laundry, Cable or Medicine; or Signal, which is short and easy.
         all_: all five tasks, each in a folder of its own below --out.
         out: the folder to write.
         episodes: how many to store; the paper's number for each task if not said (100, 150, 60, 30, 60).

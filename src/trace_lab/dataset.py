@@ -109,11 +109,11 @@ class Finished:
 # -- episodes -----------------------------------------------------------------------------------------------------------
 
 
-def play(env: BenchEnv, seed: int) -> Iterator[tuple[Observation, NDArray[np.float32]]]:
+def play(env: BenchEnv, seed: int, cue: int | None = None) -> Iterator[tuple[Observation, NDArray[np.float32]]]:
     """One episode of the expert: every observation with the action that answers it. The robot is given the action as it
     is stored, in float32, so that replaying a dataset gives the same episode.
     """
-    observation, _ = env.reset(seed=seed)
+    observation, _ = env.reset(seed=seed, options={"cue": cue})
     script, over = env.expert(), False
     while not over:
         try:

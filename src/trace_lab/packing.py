@@ -122,7 +122,7 @@ def _one(arguments: list[str]) -> None:
 
     from trace_lab.frames import open_dataset, open_frames
     from trace_lab.recipe import parse, recipe
-    from trace_lab.train import Training
+    from trace_lab.train import Training, cameras
 
     dataset, number, folder, *settings = arguments
     here, cuda, done = Path(folder), torch.cuda.is_available(), set[Path]()
@@ -130,7 +130,8 @@ def _one(arguments: list[str]) -> None:
     names = {name: changes.pop(name) for name in ("preset", "policy", "memory") if name in changes}
     made = recipe(names.get("preset", "default"), names.get("policy", "act"), names.get("memory", "trace"), changes)
     accelerator = Accelerator(mixed_precision="bf16" if cuda else "no")
-    store = open_frames(open_dataset(Path(dataset)), accelerator.device, cache=here / "frames")
+    meta = open_dataset(Path(dataset))
+    store = open_frames(meta, accelerator.device, cameras=cameras(made, meta), cache=here / "frames")
     training = Training.begin(made, int(number), store, accelerator)
     for _ in range(3):
         training.update()

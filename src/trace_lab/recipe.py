@@ -10,6 +10,7 @@ from typing import Any
 
 POLICIES = ("act", "diffusion")
 SCANS = ("episode", "budget")
+BACKBONES = ("trained", "frozen")
 
 
 class RecipeError(ValueError):
@@ -31,11 +32,13 @@ class Recipe:
 
     policy: str = "act"
     memory: str = "trace"
+    cameras: str = "all"  # or the names of some, with commas between
     scan: str = "episode"  # whole episodes, or the paper's "budget" of frames for each target
     steps: int = 20_000  # updates
     episodes: int = 8  # episodes in a batch
     targets: int = 32  # targets of each
     truncate: int = 0  # frames after which the gradient through time is cut; 0 is never
+    backbone: str = "trained"  # or "frozen": as it comes, every picture encoded once
     taught: float = 1.0  # share of frames that teach the encoder what to write; they count more in exchange
     lr: float = 1e-4
     backbone_lr: float = 1e-4
@@ -55,6 +58,12 @@ class Recipe:
         known("policy", self.policy, POLICIES)
         known("memory", self.memory, list(MEMORIES))
         known("scan", self.scan, SCANS)
+        known("backbone", self.backbone, BACKBONES)
+        if self.backbone == "frozen" and (self.policy != "act" or self.scan != "episode"):
+            raise RecipeError(
+                f"backbone: got frozen with {self.policy} and the {self.scan} scan, expected act and episode: Diffusion "
+                "Policy crops its pictures anew each time, and the budget scan takes them as they are"
+            )
         known("precision", self.precision, ("auto", "bf16", "float32"))
         for name, least in {"steps": 1, "episodes": 1, "targets": 1, "truncate": 0, "warmup": 0, "shift": 0}.items():
             if getattr(self, name) < least:

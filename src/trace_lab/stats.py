@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trace_bench.referee import Decision, Outcome, Record
-from trace_bench.registry import TASKS
+from trace_bench.registry import EVERY, TASKS
 
 FILE = "evaluation.jsonl"
 RESAMPLES = 5000  # the error of a standard error is then 1 %
@@ -81,7 +81,7 @@ TEXT: Check = (lambda v: isinstance(v, str) and v != "", "a name")
 LINE: dict[str, Check] = {
     "policy": _one_of(policy for policy, _ in NAMES),
     "memory": _one_of(memory for _, memory in NAMES),
-    "task": _one_of(TASKS),
+    "task": _one_of(EVERY),
     "split": TEXT,
     **dict.fromkeys(("training_seed", "seed", "cue", "delay", "steps", "drops"), COUNT),
     "cue_gone": STEP,
@@ -210,7 +210,7 @@ def share(hits: Iterable[bool]) -> Share | None:
 
 def cells(rollouts: Iterable[Rollout]) -> Cells:
     """Progress of one method's rollouts, sorted at every level: the order of the lines changes nothing."""
-    found: dict[str, dict[int, list[float]]] = {task: {} for task in TASKS}
+    found: dict[str, dict[int, list[float]]] = {task: {} for task in EVERY}
     for each in rollouts:
         found[each.record.task].setdefault(each.training_seed, []).append(100 * each.record.progress)
     return {task: {s: np.sort(seeds[s]) for s in sorted(seeds)} for task, seeds in found.items() if seeds}
@@ -292,8 +292,11 @@ def _interval(value: Estimate) -> str:
 
 
 def _missing(methods: dict[Method, Cells], tasks: Sequence[str]) -> Iterator[str]:
-    if absent := ", ".join(task for task in TASKS if task not in tasks):
-        yield f"Averages are over {len(tasks)} of the suite's {len(TASKS)} tasks; no rollouts of {absent}."
+    suite = [task for task in tasks if task in TASKS]
+    if suite and (absent := ", ".join(task for task in TASKS if task not in tasks)):
+        yield f"Averages are over {len(suite)} of the suite's {len(TASKS)} tasks; no rollouts of {absent}."
+    if others := ", ".join(task for task in tasks if task not in TASKS):
+        yield f"{others} is not one of the suite's tasks, but counts in averages here."
     for method, own in methods.items():
         seeds = {seed for task in own.values() for seed in task}
         lacking = [task for task in tasks if task not in own]
@@ -351,7 +354,7 @@ def report(reading: Reading, reference: Method | None = None) -> dict[str, Table
     methods = {m: own for m in NAMES if (own := cells(each for each in rollouts if each.method == m))}
     if not methods or reference not in {None, *methods}:
         raise ValueError(f"rollouts: got those of {list(methods)}, expected some, and of the reference {reference}")
-    tasks = [task for task in TASKS if any(task in own for own in methods.values())]
+    tasks = [task for task in EVERY if any(task in own for own in methods.values())]
     keys = [(method, task) for method, own in methods.items() for task in own]
     sheets = {key: [each.record for each in rollouts if (each.method, each.record.task) == key] for key in keys}
     guess = {task: chance(each.record for each in rollouts if each.record.task == task) for task in tasks}

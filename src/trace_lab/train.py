@@ -30,6 +30,7 @@ from lerobot_policy_trace.backbone import quicken
 from lerobot_policy_trace.configuration_trace import MemoryOptions
 from lerobot_policy_trace.paths import DatasetError
 from trace_lab.batches import Batches, generator
+from trace_lab.features import encode
 from trace_lab.frames import FramesError, FrameStore, fingerprint, open_dataset, open_frames
 from trace_lab.recipe import Recipe, RecipeError, parse, recipe
 from trace_lab.run import Run, RunError, listening
@@ -48,11 +49,23 @@ class Stopped(Exception):  # noqa: N818
 # -- what is trained -------------------------------------------------------------------------------------------------------
 
 
+def cameras(made: Recipe, meta: Any) -> list[str]:
+    """The dataset's cameras that a recipe asks for; "overhead" is short for "observation.images.overhead"."""
+    have = list(meta.video_keys)
+    if made.cameras == "all":
+        return have
+    short = {name.removeprefix("observation.images."): name for name in have}
+    asked = [name.strip().removeprefix("observation.images.") for name in made.cameras.split(",")]
+    if strange := [name for name in asked if name not in short]:
+        raise RecipeError(f"cameras: got {', '.join(strange)}, expected all, or some of {', '.join(short)}")
+    return [name for key, name in short.items() if key in asked]
+
+
 def configuration(made: Recipe, meta: Any, device: str) -> Any:
     """The plug-in's configuration for a dataset."""
     inputs = {}
     for name, feature in meta.features.items():
-        if feature["dtype"] == "video":
+        if name in cameras(made, meta):
             height, width, colours = feature["shape"]
             inputs[name] = PolicyFeature(FeatureType.VISUAL, (colours, height, width))
         elif name == "observation.state":
@@ -107,17 +120,23 @@ class Training:
     step: int = 0
 
     @classmethod
-    def begin(cls, made: Recipe, seed: int, store: FrameStore, accelerator: Accelerator) -> "Training":
+    def begin(
+        cls, made: Recipe, seed: int, store: FrameStore, accelerator: Accelerator, console: Console | None = None
+    ) -> "Training":
         """At update 0."""
         device = accelerator.device
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
         config = configuration(made, store.meta, device.type)
         torch.manual_seed(seed)
         policy = get_policy_class(config.type)(config, dataset_meta=store.meta).to(device)
-        for backbone in policy.backbones:
-            quicken(backbone)
         before, after = pipelines(config, store.meta)
         policy.train()
+        features = None
+        if made.backbone == "frozen":
+            features = encode(policy, store, before, made, seed, console or Console(stderr=True))
+        else:
+            for backbone in policy.backbones:
+                quicken(backbone)
         optimizer = config.get_optimizer_preset().build(policy.get_optim_params())
         for group in optimizer.param_groups:
             group["base"] = group["lr"]
@@ -125,6 +144,7 @@ class Training:
         model, optimizer = accelerator.prepare(policy, optimizer)
         share, shares = accelerator.process_index, accelerator.num_processes
         batches = Batches(store, config, before, made, seed, share, shares)
+        batches.features = features
         if policy.recall is not None:
             policy._test_once()  # the statistics, before the first batch
             # Capture and DistributedDataParallel do not go together: several GPUs scan step by step.
@@ -273,8 +293,10 @@ def run_training(
     run, main = Run(out), accelerator.is_main_process
     run.check(asked)
     with run.locked() if main else contextlib.nullcontext():
-        store = open_frames(meta, accelerator.device, place=frames, cache=cache, console=console)
-        training = Training.begin(made, seed, store, accelerator)
+        store = open_frames(
+            meta, accelerator.device, cameras=cameras(made, meta), place=frames, cache=cache, console=console
+        )
+        training = Training.begin(made, seed, store, accelerator, console)
         if main:
             run.begin(asked)
         accelerator.wait_for_everyone()

@@ -14,13 +14,14 @@ import trace_bench
 from trace_bench.env import ActionError, BenchEnv, OptionError, make
 from trace_bench.expert import Expert
 from trace_bench.referee import Outcome
-from trace_bench.registry import UnknownTaskError
+from trace_bench.registry import EVERY, UnknownTaskError
 from trace_bench.robot import CAMERAS, CHANNELS, HIGH, LOW
 from trace_bench.world import RenderError
 
 SHAPE = {"Tool": (2, 4), "Book": (3, 4), "Laundry": (2, 4), "Cable": (1, 4), "Medicine": (2, 4)}  # the paper's table
 HORIZON = {"Tool": 2910, "Book": 1392, "Laundry": 2220, "Cable": 1770, "Medicine": 1759}  # frames at 30 Hz, ditto
-ALL = pytest.mark.parametrize("task", list(SHAPE))
+EXTRA = {"Signal": (1, 4)}  # short, for first steps; not the paper's
+ALL = pytest.mark.parametrize("task", [*SHAPE, *EXTRA])
 
 
 def run(env: BenchEnv, seed: int, **options) -> BenchEnv:
@@ -49,6 +50,7 @@ def at_branches(env: BenchEnv, seed: int, cue: int) -> list[dict]:
 
 def test_the_suite_is_the_papers():
     assert set(trace_bench.TASKS) == set(SHAPE)
+    assert set(EVERY) == {*SHAPE, *EXTRA}
     assert len(CHANNELS) == 17
     assert CHANNELS[:4] == ("base_vx", "base_vy", "base_yaw_rate", "left_waist")
     assert CHANNELS[9::7] == ("left_gripper", "right_gripper")
@@ -59,8 +61,9 @@ def test_gymnasium_accepts_it(task):
     env = gymnasium.make(f"trace_bench/{task}-v0", size=24).unwrapped
     check_env(env, skip_render_check=True)
     assert env.render().shape == (256, 384, 3)
-    assert len(env.bench.subtasks) == SHAPE[task][0]
-    assert {len(subtask.stages) for subtask in env.bench.subtasks} == {SHAPE[task][1]}
+    count, stages = (SHAPE | EXTRA)[task]
+    assert len(env.bench.subtasks) == count
+    assert {len(subtask.stages) for subtask in env.bench.subtasks} == {stages}
     env.close()
 
 
@@ -75,7 +78,7 @@ def test_expert_completes_every_stage_in_order(task, split):
         assert None not in times
         assert times == sorted(times)
         assert all(decision.correct for decision in record.decisions)
-        assert 150 <= record.steps <= 420
+        assert (150 if task in SHAPE else 90) <= record.steps <= 420
         assert record.decisions[0].frame - record.cue_gone >= 60
 
 
@@ -100,7 +103,7 @@ def test_same_seed_same_episode(task):
         env.close()
 
 
-@ALL
+@pytest.mark.parametrize("task", list(SHAPE))  # Signal's fixtures stay where they are
 def test_seeds_differ_and_cues_are_balanced(task):
     env = make(task, cameras=())
     count = len(env.bench.cues)
@@ -156,11 +159,11 @@ def test_a_longer_delay_postpones_the_branch(task):
     env = make(task, cameras=(), delay=200)
     record = run(env, 0).record
     assert record.complete
-    assert 200 <= record.delay <= 250
+    assert 200 <= record.delay <= 200 * (1 + env.bench.spread)
     assert record.decisions[0].frame - record.cue_gone >= 200
 
 
-@ALL
+@pytest.mark.parametrize("task", list(SHAPE))
 def test_paper_profile_has_the_papers_horizon(task):
     env = make(task, cameras=(), profile="paper")
     lengths = [run(env, seed).record.steps for seed in range(3)]

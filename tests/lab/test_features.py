@@ -1,0 +1,123 @@
+"""An encoder that is not trained: fitted to the pictures, used once on each, and what is learnt from it is the same."""
+
+import pytest
+import torch
+from accelerate import Accelerator
+from rich.console import Console
+from safetensors.torch import load_file
+from torchvision.models import resnet18
+from torchvision.ops import FrozenBatchNorm2d
+
+from lerobot_policy_trace.backbone import calibrate
+from trace_lab.features import LOOKS, Features
+from trace_lab.frames import open_dataset, open_frames
+from trace_lab.recipe import RecipeError, recipe
+from trace_lab.train import Training, cameras, run_training
+
+SMALL = {
+    "backbone": "frozen", "steps": 4, "episodes": 2, "targets": 3, "checkpoint": 2, "policy.dim_model": 32,
+    "policy.n_heads": 2, "policy.dim_feedforward": 32, "policy.n_encoder_layers": 1, "policy.n_vae_encoder_layers": 1,
+    "policy.chunk_size": 8, "policy.n_action_steps": 4, "memory.update_every": 32, "memory.depth": 2,
+    "memory.width": 32, "memory.hidden": 32, "cameras": "overhead",
+}  # fmt: skip
+
+
+def made(memory: str = "trace", **changes):
+    return recipe("tiny", "act", memory, SMALL | changes)
+
+
+def begin(dataset, memory: str = "trace", **changes) -> Training:
+    asked, meta = made(memory, **changes), open_dataset(dataset)
+    store = open_frames(meta, "cpu", cameras=cameras(asked, meta))
+    return Training.begin(asked, 0, store, Accelerator(cpu=True), Console(quiet=True))
+
+
+def test_normalisations_get_the_statistics_of_pictures():
+    torch.manual_seed(0)
+    backbone = resnet18(weights=None, norm_layer=FrozenBatchNorm2d)
+    pictures = torch.rand(16, 3, 32, 32) + 3.0
+    seen = []
+    backbone.bn1.register_forward_hook(lambda _module, _given, out: seen.append(out.clone()))  # ReLU works in place
+    with torch.no_grad():
+        backbone(pictures)
+        calibrate(backbone, pictures)
+        backbone(pictures)
+    assert seen[0].mean((0, 2, 3)).abs().max() > 0.5
+    assert seen[-1].mean((0, 2, 3)).abs().max() < 1e-3
+    torch.testing.assert_close(seen[-1].std((0, 2, 3)), torch.ones(64), atol=1e-2, rtol=0)
+
+
+@pytest.mark.parametrize("memory", ["none", "trace"])
+def test_what_is_encoded_once_teaches_what_pictures_teach(dataset, memory):
+    training = begin(dataset, memory)
+    policy, batches = training.policy, training.batches
+    torch.manual_seed(0)
+    fast = [policy(batch)[0] for batch, _ in batches.at(0)]
+    batches.features, policy.backbone_frozen = None, False
+    torch.manual_seed(0)
+    slow = [policy(batch)[0] for batch, _ in batches.at(0)]
+    for a, b in zip(fast, slow, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-4)
+
+
+def test_the_encoder_stays_and_the_rest_learns(dataset, tmp_path):
+    training = begin(dataset)
+    before = {name: x.clone() for name, x in training.policy.state_dict().items()}
+    training.update()
+    after = training.policy.state_dict()
+    assert all(torch.equal(after[name], x) for name, x in before.items() if "backbone" in name)
+    moved = [name for name, x in before.items() if x.is_floating_point() and not torch.equal(after[name], x)]
+    assert any("recall" in name for name in moved)
+    assert any("decoder" in name for name in moved)
+
+
+def test_stopped_it_ends_where_it_would_have_ended(dataset, tmp_path):
+    quiet = Console(quiet=True)
+    run_training(dataset, tmp_path / "a", made(), 0, device="cpu", console=quiet)
+    training = begin(dataset)
+    for _ in range(2):
+        training.update()
+    training.write(tmp_path / "half")
+    other = begin(dataset)
+    other.read(tmp_path / "half")
+    for _ in range(2):
+        other.update()
+    whole = load_file(tmp_path / "a" / "checkpoints" / "last" / "pretrained_model" / "model.safetensors")
+    mine = other.policy.state_dict()
+    assert all(torch.equal(mine[name], x) for name, x in whole.items())
+
+
+def test_looks_differ_and_an_episode_has_one(dataset):
+    training = begin(dataset, jitter=0.3)
+    features: Features = training.batches.features
+    maps = next(iter(features.maps.values()))
+    assert len(maps) == LOOKS
+    assert not torch.equal(maps[0], maps[1])
+    assert len(next(iter(begin(dataset).batches.features.maps.values()))) == 1
+    rows, owner = torch.tensor([0, 1, 2, 3]), torch.tensor([0, 0, 1, 1])
+    camera = next(iter(features.maps))
+    looks = set()
+    for seed in range(8):
+        found = features(camera, rows, owner, torch.Generator().manual_seed(seed))
+        which = [
+            next(k for k in range(LOOKS) if torch.equal(maps[k, row], x)) for row, x in zip(rows, found, strict=True)
+        ]
+        assert which[0] == which[1]
+        assert which[2] == which[3]
+        looks.add(tuple(which))
+    assert len(looks) > 1
+
+
+def test_what_makes_no_sense_is_named(dataset):
+    with pytest.raises(RecipeError, match="backbone: there is no 'frosen'; did you mean 'frozen'"):
+        made(backbone="frosen")
+    with pytest.raises(RecipeError, match="backbone: got frozen with act and the budget scan"):
+        made(scan="budget")
+    with pytest.raises(RecipeError, match="backbone: got frozen with diffusion"):
+        recipe("tiny", "diffusion", "trace", {"backbone": "frozen"})
+    with pytest.raises(RecipeError, match="cameras: got rear, expected all, or some of overhead, left_wrist"):
+        cameras(made(cameras="overhead,rear"), open_dataset(dataset))
+    assert cameras(made(cameras="observation.images.left_wrist, overhead"), open_dataset(dataset)) == [
+        "observation.images.overhead",
+        "observation.images.left_wrist",
+    ]
