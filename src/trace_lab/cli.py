@@ -23,6 +23,7 @@ COMMANDS: dict[str, Command] = {
     ),
     "train": Command("trace_lab.train:train", "train a policy, with a memory or without, on a LeRobot dataset"),
     "compare": Command("trace_lab.compare:compare", "tasks x methods x seeds: collect, train, evaluate, tables"),
+    "report": Command("trace_lab.report:report", "make every published table anew from the raw episode lines"),
     "probe": Command("trace_lab.probe:probe", "train memories on a one-minute delayed-evidence task"),
     "probe-task": Command(
         "trace_lab.probe_task:probe_task", "check that a task of the suite hides its cue at the branch"
@@ -33,7 +34,9 @@ COMMANDS: dict[str, Command] = {
         "trace_lab.profile:profile", "measure what a control step costs, part by part, and over a long run"
     ),
     "gallery": Command("trace_lab.gallery:gallery", "draw a picture of each task of the suite"),
-    "demo": Command("trace_lab.demo:demo", "a model with memory answers where one without guesses (`make demo`)"),
+    "demo": Command(
+        "trace_lab.demo:demo", "see a policy with memory choose right where one without guesses (`make demo`)"
+    ),
 }
 
 

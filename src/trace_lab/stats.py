@@ -292,11 +292,8 @@ def _interval(value: Estimate) -> str:
 
 
 def _missing(methods: dict[Method, Cells], tasks: Sequence[str]) -> Iterator[str]:
-    suite = [task for task in tasks if task in TASKS]
-    if suite and (absent := ", ".join(task for task in TASKS if task not in tasks)):
-        yield f"Averages are over {len(suite)} of the suite's {len(TASKS)} tasks; no rollouts of {absent}."
-    if others := ", ".join(task for task in tasks if task not in TASKS):
-        yield f"{others} is not one of the suite's tasks, but counts in averages here."
+    if 0 < len(absent := [task for task in TASKS if task not in tasks]) < len(TASKS):
+        yield f"Averages are over {len(tasks)} of the suite's {len(TASKS)} tasks; no rollouts of {', '.join(absent)}."
     for method, own in methods.items():
         seeds = {seed for task in own.values() for seed in task}
         lacking = [task for task in tasks if task not in own]
@@ -379,7 +376,7 @@ def report(reading: Reading, reference: Method | None = None) -> dict[str, Table
     return {key: replace(table, notes=(caption, *table.notes)) for key, table in tables.items()}
 
 
-def markdown(tables: dict[str, Table]) -> str:
+def markdown(tables: dict[str, Table], heading: str = "## {}") -> str:
     """The tables as Markdown: the best of a column bold, caption and notes below."""
     blocks = []
     for table in tables.values():
@@ -390,7 +387,7 @@ def markdown(tables: dict[str, Table]) -> str:
             for number in (n for n, mean in means.items() if mean > max(means.values()) - 1e-9):
                 grid[number][index] = f"**{grid[number][index]}**"
         lines = [f"| {' | '.join(line)} |" for line in (headings, ["---"] * len(headings), *grid)]
-        blocks += [f"## {table.title}", *(["\n".join(lines)] if grid else []), *table.notes]
+        blocks += [heading.format(table.title), *(["\n".join(lines)] if grid else []), *table.notes]
     return "\n\n".join(blocks) + "\n"
 
 

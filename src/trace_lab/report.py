@@ -1,0 +1,141 @@
+"""`tracemem report`: the tables of the README and of the docs, made from the raw episode lines under results/ and from
+nothing else. A page says between two marks which tables of which results it wants; what is typed there is replaced.
+"""
+
+import json
+import re
+import shutil
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+from rich.console import Console
+
+from trace_lab import stats
+from trace_lab.dataset import write_json
+
+BEGIN, END = "<!-- tracemem report {} -->", "<!-- end of report -->"
+BLOCK = re.compile(r"<!-- tracemem report ([^>]+?) -->\n(.*?)<!-- end of report -->", re.DOTALL)
+KEPT = ("evaluation.jsonl", "run.json", "evaluation.json")
+
+
+class ReportError(Exception):
+    """Results or a page that cannot be used; nothing was written."""
+
+
+def tables(folder: Path) -> dict[str, stats.Table]:
+    """All tables of the results in a folder."""
+    if not folder.is_dir():
+        raise ReportError(f"{folder}: no such folder of results")
+    return stats.report(stats.read(folder))
+
+
+def filled(page: str, where: str, root: Path) -> str:
+    """A page with its blocks made anew. `where` names it in errors."""
+
+    def fill(found: re.Match[str]) -> str:
+        name, *keys = found[1].split()
+        made = tables(root / name)
+        if strange := [key for key in keys if key not in made]:
+            raise ReportError(f"{where}: tables {', '.join(strange)} of {name}, expected some of {', '.join(made)}")
+        text = stats.markdown({key: made[key] for key in keys or made}, heading="**{}**")
+        return f"{BEGIN.format(found[1])}\n{text}{END}"
+
+    if page.count("<!-- tracemem report") != len(BLOCK.findall(page)):
+        raise ReportError(f"{where}: a block that begins with {BEGIN.format('NAME')} does not end with {END}")
+    return BLOCK.sub(fill, page)
+
+
+def add(run: Path, target: Path) -> None:
+    """Keeps what a trained and evaluated run says about itself: recipe and commit, settings, episode lines."""
+    lines = sorted(run.glob("evaluation/*/evaluation.jsonl"))
+    if not (run / "run.json").exists() or not lines:
+        raise ReportError(
+            f"{run}: expected run.json and evaluation/TASK/evaluation.jsonl, as tracemem train and eval write"
+        )
+    for path in lines:
+        place = target / path.parent.name
+        place.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(path, place / KEPT[0])
+        settings: dict[str, Any] = json.loads((path.parent / KEPT[2]).read_text())["settings"]
+        settings.pop("checkpoint", None)  # a path of the machine it was made on
+        write_json(place / KEPT[2], {"settings": settings})
+    write_json(target / KEPT[1], json.loads((run / KEPT[1]).read_text()))
+
+
+def draw(made: dict[str, stats.Table], path: Path) -> None:
+    """Branch accuracy of every method and task, with intervals, beside chance."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
+    rows = [row for row in made["branches"].rows if row[3] is not None]
+    figure, axis = plt.subplots(figsize=(8, 1.2 + 0.4 * len(rows)), layout="constrained")
+    for place, (method, task, chance, right, *_) in enumerate(rows):
+        reach = [[max(0.0, right.percent - right.low)], [max(0.0, right.high - right.percent)]]
+        axis.barh(place, right.percent, 0.6, xerr=reach, color="C0", capsize=3)
+        if chance is not None:
+            axis.plot([chance, chance], [place - 0.4, place + 0.4], color="black", linestyle=":")
+        axis.text(2, place, f"{method}, {task}", va="center", color="white", fontsize=8)
+    axis.set_yticks([])
+    axis.set_xlim(0, 100)
+    axis.invert_yaxis()
+    axis.set_xlabel("right decisions, % (Wilson 95 % interval; dotted: a guess)")
+    figure.savefig(path, dpi=110, metadata={"Software": None})
+    plt.close(figure)
+
+
+def report(
+    results: tyro.conf.Positional[Path] = Path("results"),
+    *,
+    pages: tuple[Path, ...] = (),
+    runs: Annotated[tuple[Path, ...], tyro.conf.arg(name="add", metavar="RUN ...")] = (),
+    to: str | None = None,
+    check: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False,
+) -> int:
+    """Makes every published table anew from the raw episode lines under a folder of results.
+
+    A page gets its tables between two marks: <!-- tracemem report signal main branches --> asks for two tables of the
+    results in signal/, and <!-- end of report --> ends them. Each folder of results also gets tables.md and branches.png.
+
+    Args:
+        results: the folder; each folder in it is one set of results.
+        pages: Markdown files with such marks; README.md and docs/*.md beside the folder if not said.
+        runs: first add these trained and evaluated runs to the results (with --to).
+        to: name of the set they are added to, for instance signal/seed-0.
+        check: write nothing; exit code 1 if a page is not what it would become.
+    """
+    console = Console()
+    try:
+        if bool(runs) != bool(to):
+            raise ReportError("--add and --to go together: --add outputs/demo/seed-0/trace --to signal/seed-0")
+        for run in runs:
+            add(run, results / str(to) / run.name)
+        if not results.is_dir():
+            raise ReportError(f"{results}: no such folder")
+        beside = results.resolve().parent
+        chosen = pages or tuple(
+            path for path in (beside / "README.md", *sorted(beside.glob("docs/*.md"))) if path.exists()
+        )
+        texts = {page: page.read_text() for page in chosen}
+        made = {page: filled(text, str(page), results) for page, text in texts.items()}
+        stale = [page for page in made if made[page] != texts[page]]
+        if check:
+            for page in stale:
+                console.print(f"{page}: its tables are not those of {results}", highlight=False, soft_wrap=True)
+            return 1 if stale else 0
+        for page in stale:
+            page.write_text(made[page])
+        for folder in sorted(path for path in results.iterdir() if path.is_dir()):
+            each = tables(folder)
+            (folder / "tables.md").write_text(stats.markdown(each))
+            draw(each, folder / "branches.png")
+            console.print(f"{folder}: tables.md, branches.png", highlight=False, soft_wrap=True)
+        for page in stale:
+            console.print(f"{page}: tables made anew", highlight=False, soft_wrap=True)
+    except (ReportError, stats.LineError, OSError) as error:
+        print(f"tracemem report: {error}", file=sys.stderr)  # noqa: T201
+        return 1
+    return 0
