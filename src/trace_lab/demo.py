@@ -113,7 +113,7 @@ def demo(
     *,
     seed: int = 0,
     demonstrations: int = 64,
-    steps: int = 1_200,
+    steps: int = 1_600,
     episodes: int = 40,
     device: Literal["auto", "cpu", "cuda"] = "auto",
 ) -> int:

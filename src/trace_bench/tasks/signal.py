@@ -20,7 +20,7 @@ COLOURS = {"blue": (0.10, 0.25, 0.90, 1), "orange": (0.95, 0.50, 0.05, 1)}
 PADS = tuple(f"{colour} pad" for colour in COLOURS)
 CARDS = tuple(f"{colour} card" for colour in COLOURS)
 BOARD, HIDDEN = (0.60, 0.22, TABLE), (0.60, 0.22, -1.0)
-NEAR, DOWN = 0.07, 0.05  # metres between the fingers and what they reach, what they press
+NEAR, DOWN = 0.10, 0.07  # metres between the fingers and what they reach, what they press
 WHITE = (1, 1, 1, 1)
 
 
@@ -80,7 +80,7 @@ class Signal(Task):
 
     def tick(self, world: World) -> None:
         """The bell takes the card away, and a pad that is pressed when it is time turns white."""
-        if self._pressed(world, ("bell",)) is not None:
+        if self._pressed(world, ("bell",), DOWN) is not None:
             world.marks["rung"] = 1
             for card in CARDS:
                 world.model.body(card).pos[:] = HIDDEN
