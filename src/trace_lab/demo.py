@@ -100,8 +100,8 @@ def report(out: Path, seed: int, demonstrations: int) -> Path:
         out / "inside.png", "One held-out episode, done by the expert once for each colour, as the memory sees it."
     )
     page.text(
-        "Until the lamp lights, the two episodes differ in the card only. At that moment the slots of the two memories "
-        f"differ most in slot {slot}, by {share:.0%} of their size: that is where the cue is."
+        "Until the lamp lights, the two episodes differ in the card only, so whatever differs between the two memories at "
+        f"that moment is what they know of it. They differ most in slot {slot}, by {share:.0%} of its size."
     )
     path = out / "report.html"
     page.save(path)
@@ -113,7 +113,7 @@ def demo(
     *,
     seed: int = 0,
     demonstrations: int = 64,
-    steps: int = 1_600,
+    steps: int = 1_200,
     episodes: int = 40,
     device: Literal["auto", "cpu", "cuda"] = "auto",
 ) -> int:

@@ -13,11 +13,12 @@ from torch import Tensor
 
 from lerobot_policy_trace.backbone import calibrate, quicken
 from trace_lab.batches import Augment, generator
-from trace_lab.frames import FrameStore
-from trace_lab.recipe import Recipe
+from trace_lab.frames import FramesError, FrameStore, memory
+from trace_lab.recipe import Recipe, RecipeError
 
 AT_ONCE = 128  # frames
-SAMPLE = 256  # frames that the encoder is fitted to
+SAMPLE, PIXELS = 256, 4_000_000  # frames that the encoder is fitted to, and how many pixels they may have in all
+ROOM = 0.5  # share of the free memory that feature maps may take
 LOOKS = 3  # with jitter or shift: as often each episode is encoded, the first time as it is
 
 
@@ -38,6 +39,8 @@ class Features:
 @torch.no_grad()
 def encode(policy: Any, store: FrameStore, prepare: Any, made: Recipe, seed: int, console: Console) -> Features:
     """Freezes the policy's encoder, fits it to the pictures if it has learnt nothing yet, and uses it on all of them."""
+    if not policy.backbones:
+        raise RecipeError("backbone: got frozen, but the policy has no pictures")
     policy.backbone_frozen = True
     for backbone in policy.backbones:
         backbone.requires_grad_(requires_grad=False)
@@ -58,12 +61,29 @@ def encode(policy: Any, store: FrameStore, prepare: Any, made: Recipe, seed: int
     plain, changed = Augment(0, 0.0), Augment(made.shift, made.jitter)
     count = int(store.ends[-1])
     if policy.config.pretrained_backbone_weights is None:
-        sample = torch.linspace(0, count - 1, min(SAMPLE, count), device=store.device).long()
+        pixels = sum(kept.shape[-2] * kept.shape[-1] for kept in store.cameras.values())
+        few = max(1, min(SAMPLE, count, PIXELS // pixels))
+        sample = pictures(torch.linspace(0, count - 1, few, device=store.device).long(), plain, 0)
+        if len({x.shape for x in sample}) > 1:
+            sizes = ", ".join(
+                f"{camera} {tuple(x.shape[-2:])}" for camera, x in zip(store.cameras, sample, strict=True)
+            )
+            raise RecipeError(
+                f"backbone: frozen, but cameras have different sizes ({sizes}); take some with cameras=..."
+            )
         for backbone in policy.backbones:
-            calibrate(backbone, torch.cat(pictures(sample, plain, 0)))
+            calibrate(backbone, torch.cat(sample))
     for backbone in policy.backbones:
         quicken(backbone)
     looks = LOOKS if made.shift or made.jitter else 1
+    one = policy._encode(pictures(torch.zeros(1, dtype=torch.int64, device=store.device), plain, 0))
+    needed = sum(x.numel() * x.element_size() for x in one) * looks * count
+    free = torch.cuda.mem_get_info(store.device)[0] if store.device.type == "cuda" else memory()
+    if needed > ROOM * free:
+        raise FramesError(
+            f"backbone: frozen needs {needed / 1e9:.1f} GB for the feature maps of {count} frames, {looks} looks each; "
+            f"{free / 1e9:.1f} GB are there. Fewer cameras, no jitter, or smaller pictures"
+        )
     maps: dict[str, Tensor] = {}
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True) as progress:

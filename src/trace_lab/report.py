@@ -47,19 +47,32 @@ def filled(page: str, where: str, root: Path) -> str:
     return BLOCK.sub(fill, page)
 
 
-def add(run: Path, target: Path) -> None:
-    """Keeps what a trained and evaluated run says about itself: recipe and commit, settings, episode lines."""
+def looked_at(run: Path, target: Path) -> dict[Path, dict[str, Any]]:
+    """What a run has to give: its episode lines with their settings. Nothing is written."""
     lines = sorted(run.glob("evaluation/*/evaluation.jsonl"))
     if not (run / "run.json").exists() or not lines:
         raise ReportError(
-            f"{run}: expected run.json and evaluation/TASK/evaluation.jsonl, as tracemem train and eval write"
+            f"{run}: expected run.json and evaluation/TASK/evaluation.jsonl, as train and eval write them"
         )
+    if target.exists():
+        raise ReportError(f"{target} is there already: remove it first, or choose another name with --to")
+    found = {}
     for path in lines:
-        place = target / path.parent.name
-        place.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(path, place / KEPT[0])
         settings: dict[str, Any] = json.loads((path.parent / KEPT[2]).read_text())["settings"]
+        count = len(path.read_text().splitlines())
+        if count != settings["episodes"]:
+            raise ReportError(f"{path}: {count} episodes of {settings['episodes']}; let tracemem eval finish them")
         settings.pop("checkpoint", None)  # a path of the machine it was made on
+        found[path] = settings
+    return found
+
+
+def add(run: Path, target: Path, found: dict[Path, dict[str, Any]]) -> None:
+    """Keeps what a trained and evaluated run says about itself: recipe and commit, settings, episode lines."""
+    for path, settings in found.items():
+        place = target / path.parent.name
+        place.mkdir(parents=True)
+        shutil.copyfile(path, place / KEPT[0])
         write_json(place / KEPT[2], {"settings": settings})
     write_json(target / KEPT[1], json.loads((run / KEPT[1]).read_text()))
 
@@ -111,16 +124,26 @@ def report(
     try:
         if bool(runs) != bool(to):
             raise ReportError("--add and --to go together: --add outputs/demo/seed-0/trace --to signal/seed-0")
-        for run in runs:
-            add(run, results / str(to) / run.name)
+        if check and runs:
+            raise ReportError("--check writes nothing, so --add has no place beside it")
+        targets = {results / str(to) / run.resolve().name: run for run in runs}
+        if len(targets) < len(runs):
+            raise ReportError(
+                f"--add: two of {', '.join(map(str, runs))} have the same name; add them to different sets"
+            )
+        looked = {target: looked_at(run, target) for target, run in targets.items()}
+        for target, run in targets.items():
+            add(run, target, looked[target])
         if not results.is_dir():
             raise ReportError(f"{results}: no such folder")
         beside = results.resolve().parent
-        chosen = pages or tuple(
-            path for path in (beside / "README.md", *sorted(beside.glob("docs/*.md"))) if path.exists()
-        )
-        texts = {page: page.read_text() for page in chosen}
+        found = (beside / "README.md", *sorted(beside.glob("docs/**/*.md")))
+        texts = {page: page.read_text() for page in pages or found if page.exists()}
         made = {page: filled(text, str(page), results) for page, text in texts.items()}
+        sets = {folder: tables(folder) for folder in sorted(results.iterdir()) if folder.is_dir()}
+        for folder, each in sets.items():
+            page = folder / "tables.md"
+            texts[page], made[page] = page.read_text() if page.exists() else "", stats.markdown(each)
         stale = [page for page in made if made[page] != texts[page]]
         if check:
             for page in stale:
@@ -128,14 +151,11 @@ def report(
             return 1 if stale else 0
         for page in stale:
             page.write_text(made[page])
-        for folder in sorted(path for path in results.iterdir() if path.is_dir()):
-            each = tables(folder)
-            (folder / "tables.md").write_text(stats.markdown(each))
+        for folder, each in sets.items():
             draw(each, folder / "branches.png")
-            console.print(f"{folder}: tables.md, branches.png", highlight=False, soft_wrap=True)
         for page in stale:
             console.print(f"{page}: tables made anew", highlight=False, soft_wrap=True)
-    except (ReportError, stats.LineError, OSError) as error:
+    except (ReportError, stats.LineError, OSError, KeyError, json.JSONDecodeError) as error:
         print(f"tracemem report: {error}", file=sys.stderr)  # noqa: T201
         return 1
     return 0

@@ -20,6 +20,7 @@ from typing import Any
 from safetensors import SafetensorError
 
 from trace_lab.dataset import write_json
+from trace_lab.recipe import Recipe
 
 OURS = re.compile(r"lock|run\.json\..*")  # what a run that was killed before it began may have left
 INSIST = 3.0  # seconds after which a second Ctrl-C is meant
@@ -84,6 +85,8 @@ class Run:
 
     def _differences(self, asked: dict[str, Any]) -> list[str]:
         before = json.loads((self.folder / "run.json").read_text())["asked"]
+        if "recipe" in before:  # a run from before a field existed has what is its default now
+            before["recipe"] = Recipe().to_dict() | before["recipe"]
         return differences(before, json.loads(json.dumps(asked)))
 
     def begin(self, asked: dict[str, Any]) -> None:

@@ -339,8 +339,7 @@ def _tool(methods: dict[Method, Cells], tasks: Sequence[str], reference: Method 
 
 
 def _span(numbers: Iterable[int]) -> str:
-    each = sorted(set(numbers))
-    return str(each[0]) if len(each) == 1 else f"{each[0]} to {each[-1]}"
+    return " to ".join(map(str, dict.fromkeys((min(each := [*numbers]), max(each)))))
 
 
 def report(reading: Reading, reference: Method | None = None) -> dict[str, Table]:
@@ -351,10 +350,11 @@ def report(reading: Reading, reference: Method | None = None) -> dict[str, Table
     methods = {m: own for m in NAMES if (own := cells(each for each in rollouts if each.method == m))}
     if not methods or reference not in {None, *methods}:
         raise ValueError(f"rollouts: got those of {list(methods)}, expected some, and of the reference {reference}")
-    tasks = [task for task in EVERY if any(task in own for own in methods.values())]
+    met = [task for task in EVERY if any(task in own for own in methods.values())]
+    tasks = [task for task in met if task in TASKS] or met  # averages are the suite's, where there is any of it
     keys = [(method, task) for method, own in methods.items() for task in own]
     sheets = {key: [each.record for each in rollouts if (each.method, each.record.task) == key] for key in keys}
-    guess = {task: chance(each.record for each in rollouts if each.record.task == task) for task in tasks}
+    guess = {task: chance(each.record for each in rollouts if each.record.task == task) for task in met}
     failed = [(NAMES[method], task, *failures(some).values()) for (method, task), some in sheets.items()]
     branched = [(NAMES[m], task, guess[task], *branches(some).values()) for (m, task), some in sheets.items()]
     lead: dict[str, Show] = {"Method": str, "Task": str}

@@ -51,7 +51,7 @@ class Stopped(Exception):  # noqa: N818
 
 def cameras(made: Recipe, meta: Any) -> list[str]:
     """The dataset's cameras that a recipe asks for; "overhead" is short for "observation.images.overhead"."""
-    have = list(meta.video_keys)
+    have = list(meta.camera_keys)
     if made.cameras == "all":
         return have
     short = {name.removeprefix("observation.images."): name for name in have}
@@ -61,11 +61,16 @@ def cameras(made: Recipe, meta: Any) -> list[str]:
     return [name for key, name in short.items() if key in asked]
 
 
+def pictured(made: Recipe, meta: Any) -> list[str]:
+    """Those of them that are stored as video, which is how a training needs them."""
+    return [name for name in cameras(made, meta) if name in meta.video_keys]
+
+
 def configuration(made: Recipe, meta: Any, device: str) -> Any:
     """The plug-in's configuration for a dataset."""
     inputs = {}
     for name, feature in meta.features.items():
-        if name in cameras(made, meta):
+        if name in pictured(made, meta):
             height, width, colours = feature["shape"]
             inputs[name] = PolicyFeature(FeatureType.VISUAL, (colours, height, width))
         elif name == "observation.state":

@@ -9,8 +9,9 @@ from torchvision.models import resnet18
 from torchvision.ops import FrozenBatchNorm2d
 
 from lerobot_policy_trace.backbone import calibrate
+from trace_lab import features
 from trace_lab.features import LOOKS, Features
-from trace_lab.frames import open_dataset, open_frames
+from trace_lab.frames import FramesError, open_dataset, open_frames
 from trace_lab.recipe import RecipeError, recipe
 from trace_lab.train import Training, cameras, run_training
 
@@ -89,16 +90,16 @@ def test_stopped_it_ends_where_it_would_have_ended(dataset, tmp_path):
 
 def test_looks_differ_and_an_episode_has_one(dataset):
     training = begin(dataset, jitter=0.3)
-    features: Features = training.batches.features
-    maps = next(iter(features.maps.values()))
+    kept: Features = training.batches.features
+    maps = next(iter(kept.maps.values()))
     assert len(maps) == LOOKS
     assert not torch.equal(maps[0], maps[1])
     assert len(next(iter(begin(dataset).batches.features.maps.values()))) == 1
     rows, owner = torch.tensor([0, 1, 2, 3]), torch.tensor([0, 0, 1, 1])
-    camera = next(iter(features.maps))
+    camera = next(iter(kept.maps))
     looks = set()
     for seed in range(8):
-        found = features(camera, rows, owner, torch.Generator().manual_seed(seed))
+        found = kept(camera, rows, owner, torch.Generator().manual_seed(seed))
         which = [
             next(k for k in range(LOOKS) if torch.equal(maps[k, row], x)) for row, x in zip(rows, found, strict=True)
         ]
@@ -121,3 +122,9 @@ def test_what_makes_no_sense_is_named(dataset):
         "observation.images.overhead",
         "observation.images.left_wrist",
     ]
+
+
+def test_maps_that_do_not_fit_are_refused(dataset, monkeypatch):
+    monkeypatch.setattr(features, "memory", lambda: 1000)
+    with pytest.raises(FramesError, match=r"frozen needs .* GB for the feature maps of .* frames, 1 looks each"):
+        begin(dataset)

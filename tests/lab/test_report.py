@@ -7,6 +7,7 @@ import pytest
 
 from trace_bench.referee import Decision, Outcome, Record
 from trace_lab.cli import main
+from trace_lab.report import BLOCK
 
 ROOT = Path(__file__).parents[2]
 MARKS = "# Page\n<!-- tracemem report signal main branches -->\nold words\n<!-- end of report -->\nAfter.\n"
@@ -28,7 +29,7 @@ def place(tmp_path) -> Path:
         folder.mkdir(parents=True)
         rows = [line(memory, seed, right=memory == "trace" or seed % 4 < 2) for seed in range(8)]
         (folder / "evaluation.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        (folder / "evaluation.json").write_text(json.dumps({"settings": {"checkpoint": "/home/me/x", "delay": 20}}))
+        (folder / "evaluation.json").write_text(json.dumps({"settings": {"checkpoint": "/home/me/x", "episodes": 8}}))
         (tmp_path / "runs" / memory / "run.json").write_text(json.dumps({"seed": 0, "commit": "abc"}))
     (tmp_path / "README.md").write_text(MARKS)
     (tmp_path / "results").mkdir()
@@ -51,7 +52,7 @@ def test_runs_are_kept_and_pages_filled(place, capsys):
     assert "| TRACE Regression | **100.0 ± 0.0** | **100.0 ± 0.0** |" in text
     assert "| ACT | Signal | 50.0 | 50.0" in text
     kept = json.loads((results / "signal/seed-0/trace/Signal/evaluation.json").read_text())
-    assert kept == {"settings": {"delay": 20}}  # no path of the machine it was made on
+    assert kept == {"settings": {"episodes": 8}}  # no path of the machine it was made on
     assert json.loads((results / "signal/seed-0/none/run.json").read_text())["commit"] == "abc"
     assert (results / "signal/branches.png").stat().st_size > 1000
     before = {path: path.read_bytes() for path in place.rglob("*") if path.is_file() and "runs" not in path.parts}
@@ -102,5 +103,32 @@ def test_what_is_not_a_run_is_named(place, capsys):
     assert "nowhere: no such folder" in capsys.readouterr().err
 
 
+def test_nothing_that_is_kept_is_written_over_and_half_an_evaluation_is_refused(place, capsys):
+    assert add(place, "none") == 0
+    kept = place / "results/signal/seed-0/none/Signal/evaluation.jsonl"
+    before = kept.read_bytes()
+    assert add(place, "none") == 1
+    assert "is there already" in capsys.readouterr().err
+    source = place / "runs/trace/evaluation/Signal/evaluation.jsonl"
+    source.write_text("".join(line + "\n" for line in source.read_text().splitlines()[:5]))
+    assert add(place, "trace") == 1
+    assert "5 episodes of 8; let tracemem eval finish them" in capsys.readouterr().err
+    assert not (place / "results/signal/seed-0/trace").exists()
+    (place / "more/none").mkdir(parents=True)
+    two = [str(place / "runs/none"), str(place / "more/none")]
+    assert main(["report", str(place / "results"), "--add", *two, "--to", "signal/seed-1"]) == 1
+    assert "have the same name" in capsys.readouterr().err
+    assert main(["report", str(place / "results"), "--add", two[0], "--to", "signal/seed-1", "--check"]) == 1
+    assert kept.read_bytes() == before
+
+
+def test_a_typed_figure_in_a_sets_own_tables_is_found_out(place):
+    assert add(place, "trace") == 0
+    page = place / "results/signal/tables.md"
+    page.write_text(page.read_text().replace("100.0", "99.0"))
+    assert main(["report", str(place / "results"), "--check"]) == 1
+
+
 def test_this_projects_tables_are_those_of_its_results():
+    assert BLOCK.search((ROOT / "README.md").read_text())
     assert main(["report", str(ROOT / "results"), "--check"]) == 0

@@ -46,6 +46,14 @@ def data(dataset, tmp_path_factory) -> tuple[Path, Path]:
     return dataset, tmp_path_factory.mktemp("frames")
 
 
+def test_a_run_from_before_a_field_existed_goes_on(tmp_path):
+    asked = {"recipe": small().to_dict(), "seed": 0}
+    old = {"recipe": {name: x for name, x in asked["recipe"].items() if name not in {"cameras", "backbone"}}, "seed": 0}
+    (tmp_path / "run.json").write_text(json.dumps({"asked": old}))
+    assert Run(tmp_path)._differences(asked) == []
+    assert Run(tmp_path)._differences({"recipe": small(cameras="overhead").to_dict(), "seed": 0})
+
+
 def weights(out: Path) -> dict:
     return load_file(out / "checkpoints" / "last" / "pretrained_model" / "model.safetensors")
 

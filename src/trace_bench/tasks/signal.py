@@ -20,6 +20,7 @@ COLOURS = {"blue": (0.10, 0.25, 0.90, 1), "orange": (0.95, 0.50, 0.05, 1)}
 PADS = tuple(f"{colour} pad" for colour in COLOURS)
 CARDS = tuple(f"{colour} card" for colour in COLOURS)
 BOARD, HIDDEN = (0.60, 0.22, TABLE), (0.60, 0.22, -1.0)
+HALF = (0.09, 0.15)  # of a pad; the two touch, so that whoever presses decides
 NEAR, DOWN = 0.10, 0.07  # metres between the fingers and what they reach, what they press
 WHITE = (1, 1, 1, 1)
 
@@ -45,8 +46,8 @@ class Signal(Task):
             scene.fixture(card, HIDDEN, [box((0.11, 0.11, 0.004), colour, (0, 0, 0.004), **GHOST)])
         scene.fixture("bell", (0.36, -0.20, TABLE), [cylinder(0.04, 0.012, (0.85, 0.75, 0.2, 1), (0, 0, 0.012))])
         scene.spot("bell", "bell", (0, 0, 0.05), ())
-        for pad, y, colour in zip(PADS, (-0.05, -0.37), COLOURS.values(), strict=True):
-            scene.fixture(pad, (0.58, y, TABLE), [box((0.07, 0.07, 0.006), colour, (0, 0, 0.006))])
+        for pad, y, colour in zip(PADS, (-0.06, -0.36), COLOURS.values(), strict=True):
+            scene.fixture(pad, (0.58, y, TABLE), [box((*HALF, 0.006), colour, (0, 0, 0.006))])
             scene.spot(pad, pad, (0, 0, 0.05), ())
         return scene
 
@@ -65,26 +66,29 @@ class Signal(Task):
                 "answer",
                 (
                     Stage("bell rung", lambda w: "rung" in w.marks),
-                    Stage("right pad reached", choice=lambda w: self._pressed(w, PADS)),
-                    Stage("pad pressed", lambda w: self._pressed(w, PADS, DOWN) is not None),
+                    Stage("right pad reached", choice=lambda w: self._pad(w, NEAR)),
+                    Stage("pad pressed", lambda w: self._pad(w, DOWN) is not None),
                     Stage("hands back", lambda w: w.hands_back()),
                 ),
             ),
         )
 
     @staticmethod
-    def _pressed(world: World, spots: tuple[str, ...], radius: float = NEAR) -> int | None:
-        """Which of these the right hand is at."""
-        apart = [np.linalg.norm(world.pinch("right") - world.spot(spot)) for spot in spots]
-        return next((number for number, distance in enumerate(apart) if distance < radius), None)
+    def _pad(world: World, height: float) -> int | None:
+        """The pad that the right hand is over, at most so high."""
+        for number, pad in enumerate(PADS):
+            x, y, z = np.abs(world.pinch("right") - world.spot(pad))
+            if x < HALF[0] and y <= HALF[1] and z < height:
+                return number
+        return None
 
     def tick(self, world: World) -> None:
         """The bell takes the card away, and a pad that is pressed when it is time turns white."""
-        if self._pressed(world, ("bell",), DOWN) is not None:
+        if np.linalg.norm(world.pinch("right") - world.spot("bell")) < DOWN:
             world.marks["rung"] = 1
             for card in CARDS:
                 world.model.body(card).pos[:] = HIDDEN
-        pad = self._pressed(world, PADS, DOWN) if world.lamp else None
+        pad = self._pad(world, DOWN) if world.lamp else None
         if pad is not None:
             world.model.geom_rgba[world.model.body(PADS[pad]).geomadr[0]] = WHITE
 
