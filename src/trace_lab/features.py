@@ -1,5 +1,5 @@
 """Pictures encoded once, before a training that leaves the encoder as it is: what remains to be computed in an update is
-small enough for two CPU cores. An encoder without pretrained weights is first fitted to the brightness of the pictures.
+small enough for two CPU cores. An encoder without pretrained weights is first fitted to the statistics of the pictures.
 """
 
 from dataclasses import dataclass

@@ -58,10 +58,10 @@ def looked_at(run: Path, target: Path) -> dict[Path, dict[str, Any]]:
         raise ReportError(f"{target} is there already: remove it first, or choose another name with --to")
     found = {}
     for path in lines:
-        settings: dict[str, Any] = json.loads((path.parent / KEPT[2]).read_text())["settings"]
-        count = len(path.read_text().splitlines())
-        if count != settings["episodes"]:
-            raise ReportError(f"{path}: {count} episodes of {settings['episodes']}; let tracemem eval finish them")
+        settings: dict[str, Any] = json.loads((path.parent / KEPT[2]).read_text()).get("settings", {})
+        count, asked = len(path.read_text().splitlines()), settings.get("episodes")
+        if count != asked:
+            raise ReportError(f"{path}: {count} episodes of {asked}; let tracemem eval finish them")
         settings.pop("checkpoint", None)  # a path of the machine it was made on
         found[path] = settings
     return found
@@ -115,7 +115,7 @@ def report(
 
     Args:
         results: the folder; each folder in it is one set of results.
-        pages: Markdown files with such marks; README.md and docs/*.md beside the folder if not said.
+        pages: Markdown files with such marks; README.md and all of docs/ beside the folder if not said.
         runs: first add these trained and evaluated runs to the results (with --to).
         to: name of the set they are added to, for instance signal/seed-0.
         check: write nothing; exit code 1 if a page is not what it would become.
@@ -137,8 +137,8 @@ def report(
         if not results.is_dir():
             raise ReportError(f"{results}: no such folder")
         beside = results.resolve().parent
-        found = (beside / "README.md", *sorted(beside.glob("docs/**/*.md")))
-        texts = {page: page.read_text() for page in pages or found if page.exists()}
+        chosen = pages or tuple(sorted([*beside.glob("README.md"), *beside.glob("docs/**/*.md")]))
+        texts = {page: page.read_text() for page in chosen}
         made = {page: filled(text, str(page), results) for page, text in texts.items()}
         sets = {folder: tables(folder) for folder in sorted(results.iterdir()) if folder.is_dir()}
         for folder, each in sets.items():
@@ -155,7 +155,7 @@ def report(
             draw(each, folder / "branches.png")
         for page in stale:
             console.print(f"{page}: tables made anew", highlight=False, soft_wrap=True)
-    except (ReportError, stats.LineError, OSError, KeyError, json.JSONDecodeError) as error:
+    except (ReportError, stats.LineError, OSError, json.JSONDecodeError) as error:
         print(f"tracemem report: {error}", file=sys.stderr)  # noqa: T201
         return 1
     return 0

@@ -339,13 +339,13 @@ def _tool(methods: dict[Method, Cells], tasks: Sequence[str], reference: Method 
 
 
 def _span(numbers: Iterable[int]) -> str:
-    return " to ".join(map(str, dict.fromkeys((min(each := [*numbers]), max(each)))))
+    each = sorted(set(numbers))
+    return str(each[0]) if len(each) == 1 else f"{each[0]} to {each[-1]}"
 
 
 def report(reading: Reading, reference: Method | None = None) -> dict[str, Table]:
-    """All tables by key; what was left out in reading is noted under the first. `reference` is whom the drop-Tool gap
-    is against: by default the method with the best drop-Tool average that is neither TRACE nor a part of it.
-    """
+    """All tables by key; what was left out in reading is noted under the first. The drop-Tool gap is against `reference`,
+    or else the method with the best drop-Tool average that is neither TRACE nor a part of it."""
     rollouts = reading.rollouts
     methods = {m: own for m in NAMES if (own := cells(each for each in rollouts if each.method == m))}
     if not methods or reference not in {None, *methods}:

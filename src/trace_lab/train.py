@@ -61,16 +61,11 @@ def cameras(made: Recipe, meta: Any) -> list[str]:
     return [name for key, name in short.items() if key in asked]
 
 
-def pictured(made: Recipe, meta: Any) -> list[str]:
-    """Those of them that are stored as video, which is how a training needs them."""
-    return [name for name in cameras(made, meta) if name in meta.video_keys]
-
-
 def configuration(made: Recipe, meta: Any, device: str) -> Any:
     """The plug-in's configuration for a dataset."""
     inputs = {}
     for name, feature in meta.features.items():
-        if name in pictured(made, meta):
+        if name in cameras(made, meta):
             height, width, colours = feature["shape"]
             inputs[name] = PolicyFeature(FeatureType.VISUAL, (colours, height, width))
         elif name == "observation.state":

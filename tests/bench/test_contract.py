@@ -103,7 +103,7 @@ def test_same_seed_same_episode(task):
         env.close()
 
 
-@pytest.mark.parametrize("task", list(SHAPE))  # Signal's fixtures stay where they are
+@ALL
 def test_seeds_differ_and_cues_are_balanced(task):
     env = make(task, cameras=())
     count = len(env.bench.cues)
@@ -113,7 +113,7 @@ def test_seeds_differ_and_cues_are_balanced(task):
         cues.append(env.episode.cue)
         states.append(env.world.model.body_pos.tobytes())
     assert sorted(cues) == sorted(2 * list(range(count)))
-    assert len(set(states)) == 2 * count
+    assert len(set(states)) == (2 * count if task in SHAPE else count)  # in Signal only the card is elsewhere
 
 
 @ALL

@@ -29,7 +29,7 @@ def test_it_runs_to_its_report_and_does_nothing_twice(tmp_path, capsys):
     assert "nothing to do" in capsys.readouterr().out
 
 
-def test_a_demo_with_other_numbers_in_the_same_folder_is_refused(tmp_path, capsys):
+def test_a_folder_with_other_things_in_it_is_refused(tmp_path, capsys):
     (tmp_path / "seed-0" / "data").mkdir(parents=True)
     (tmp_path / "seed-0" / "data" / "something").write_text("mine")
     assert main(["demo", "--out", str(tmp_path), *SMALL]) != 0

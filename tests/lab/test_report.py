@@ -99,6 +99,8 @@ def test_what_is_not_a_run_is_named(place, capsys):
     assert "expected run.json and evaluation/TASK/evaluation.jsonl" in capsys.readouterr().err
     assert main(["report", str(place / "results"), "--add", str(place)]) == 1
     assert "--add and --to go together" in capsys.readouterr().err
+    assert main(["report", str(place / "results"), "--pages", str(place / "missing.md")]) == 1
+    assert "missing.md" in capsys.readouterr().err
     assert main(["report", str(place / "nowhere")]) == 1
     assert "nowhere: no such folder" in capsys.readouterr().err
 

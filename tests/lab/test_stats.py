@@ -479,3 +479,14 @@ def test_the_same_lines_give_the_same_bytes():
 def test_no_learning_library_is_imported():
     code = "import sys, trace_lab.stats; sys.exit(any(name in sys.modules for name in ('torch', 'lerobot', 'scipy.stats')))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_signal_is_told_of_but_not_averaged_with_the_suite():
+    mixed = played(ACT, "Tool", [4, 4]) + played(ACT, "Signal", [0, 0], first=5)
+    made = stats.report(Reading(tuple(mixed), ()))
+    (line,) = made["main"].rows
+    assert list(made["main"].columns)[1:3] == ["Tool", "Average"]
+    assert line[2].mean == 100
+    assert [row[1] for row in made["failures"].rows] == ["Tool", "Signal"]
+    (alone,) = stats.report(Reading(tuple(mixed[2:]), ()))["main"].rows
+    assert alone[2].mean == 0

@@ -1,7 +1,7 @@
 """Signal: a card shows a colour and is gone once the bell is rung. Later the pad of that colour has to be pressed. It is
 short and easy, for first steps; the paper does not have it, and it is not one of the suite's five. Its scene is always the
 same: only the card's size and shade, the expert's timing and the delay differ between episodes. The delay varies much, so
-that the time tells nothing of when to go.
+that the time tells little of when to go.
 """
 
 from collections.abc import Iterator
