@@ -21,6 +21,9 @@ from trace_bench.world import World
 Observation = dict[str, Any]
 LARGEST = 960  # pixels along a side; the drawing buffer's
 PATIENCE = 1.6  # a rollout may take this much longer than an unhurried expert
+# Delays exceed the least by an exponential time, WAIT seconds on average and LONGEST times that at most: who has waited
+# for a while knows no better than before how long it will take, so the time does not tell when to go.
+WAIT, LONGEST = 2.0, 3
 
 
 class ActionError(ValueError):
@@ -89,7 +92,7 @@ class BenchEnv(gymnasium.Env[Observation, NDArray[np.float32]]):
 
     @property
     def _longest_delay(self) -> int:
-        return self.delay + int(self.delay * self.bench.spread)
+        return self.delay + round(LONGEST * WAIT * self.profile.rate)
 
     @property
     def record(self) -> Record:
@@ -111,8 +114,8 @@ class BenchEnv(gymnasium.Env[Observation, NDArray[np.float32]]):
             cue = draw_cue(self.bench.name, number, self.split, count)
         _integer("cue", cue, 0, count - 1, f"({', '.join(self.bench.cues)})")
         probe = Episode(number, self.split, int(cue), self.delay)
-        extra = int(probe.rng("delay").integers(self._longest_delay - self.delay + 1))
-        self.episode = Episode(number, self.split, int(cue), self.delay + extra)
+        extra = probe.rng("delay").exponential(WAIT * self.profile.rate)
+        self.episode = Episode(number, self.split, int(cue), min(self.delay + int(extra), self._longest_delay))
         self.world.reset()
         self.bench.arrange(self.world, self.episode)
         self.referee = self.bench.referee(self.episode, self.profile)

@@ -16,6 +16,7 @@ HAND_SPEED = 0.42  # metres a second, on average over a motion
 DRIVE_SPEED, TURN_SPEED, DRIVE_PUSH = 0.55, 1.0, 1.6  # m/s, rad/s, m/s^2
 CLEARANCE = 0.12  # how far above a thing a hand begins and ends, metres
 PAUSE, DETOUR, FUMBLE = 0.12, 0.35, 0.06  # how often, for each motion or grasp
+REACTION = (0.2, 0.5)  # seconds from a lamp to the first move
 
 
 class Expert:
@@ -64,8 +65,9 @@ class Expert:
             yield self.now()
 
     def wait_for_lamp(self, phase: int) -> Iterator[Vector]:
-        """Stays until the lamp shows this phase."""
+        """Stays until the lamp shows this phase, and then for as long as one needs to see it."""
         yield from self.until(lambda: self.world.lamp >= phase)
+        yield from self.hold(float(self.rng.uniform(*REACTION)))
 
     def move(self, targets: dict[Hand, mink.SE3]) -> Iterator[Vector]:
         """Brings hands to poses (base frame) along a smooth path, perhaps by a detour."""

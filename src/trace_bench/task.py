@@ -41,7 +41,6 @@ class Task(ABC):
     partly_readable: ClassVar[bool] = False  # something at the branch still tells of the cue, as in the paper's Cable
     lamps: ClassVar[tuple[int, ...]]  # index of the stage before which each branch's lamp lights
     clock: ClassVar[tuple[float, ...]]  # seconds before which it does not (see the referee)
-    spread: ClassVar[float] = 0.25  # the delay drawn is up to this share longer than the least
 
     @abstractmethod
     def scene(self) -> Scene:

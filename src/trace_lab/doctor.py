@@ -6,6 +6,8 @@ import json
 import math
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -120,6 +122,18 @@ def keys(paths: Paths, preset: str, found: Findings) -> None:
         )
 
 
+@contextmanager
+def counting(saved: dict[int, int]) -> Iterator[None]:
+    """Notes place and bytes of everything that autograd keeps for the backward pass meanwhile."""
+
+    def keep(x: torch.Tensor) -> torch.Tensor:
+        saved[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        yield
+
+
 def cost(meta: Any, paths: Paths, cameras: list[str], preset: str, found: Findings, console: Console) -> None:
     """Memory and time of training, from one small update on this machine."""
     pictures = [int(np.prod(meta.features[camera]["shape"])) for camera in cameras]
@@ -129,20 +143,27 @@ def cost(meta: Any, paths: Paths, cameras: list[str], preset: str, found: Findin
     with console.status("one small update, to see how fast this machine is"):
         accelerator = Accelerator(mixed_precision="bf16" if torch.cuda.is_available() else "no")
         training = Training.begin(made, 0, open_frames(meta, accelerator.device, console=console), accelerator)
-        training.update()
+        saved: dict[int, int] = {}
+        with counting(saved):
+            training.update()
         begun = time.perf_counter()
         training.update()
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         took = time.perf_counter() - begun
+    weights = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in training.policy.parameters()}
+    kept = sum(size for place, size in saved.items() if place not in weights)
+    needed = 4 * sum(weights.values()) + kept * whole.episodes  # weights, gradients and AdamW's two averages
     update = took * whole.episodes  # frames of an episode are most of the work
     hours = update * whole.steps / 3600
     machine = torch.cuda.get_device_name() if torch.cuda.is_available() else "this CPU"
-    found.figures |= {"frames_bytes": store, "update_seconds": update, "hours": hours, "machine": machine}
+    found.figures |= {"frames_bytes": store, "training_bytes": needed, "update_seconds": update, "hours": hours}
+    found.figures["machine"] = machine
     found.told.append(f"Decoded pictures take {store / 1e9:.2f} GB, in GPU memory, RAM or a file.")
     found.told.append(
         f"Training ACT with TRACE at preset {preset} ({whole.steps:,} updates of {whole.batch} targets) would take about "
-        f"{hours:.1f} h on {machine} ({update:.1f} s an update; from one update of one episode, so rough)."
+        f"{hours:.1f} h on {machine} ({update:.1f} s an update) and need {needed / 1e9:.1f} GB beside the pictures; both "
+        "from one update of one episode, so rough."
     )
 
 

@@ -5,8 +5,10 @@ import shutil
 
 import numpy as np
 import pytest
+import torch
 
 from trace_lab.cli import main
+from trace_lab.doctor import counting
 from trace_lab.evidence import GRID, alike, examine, moments, told
 
 
@@ -91,12 +93,20 @@ def test_moments():
     assert (moments(5).min(), moments(5).max()) == (0, 4)
 
 
+def test_what_autograd_keeps_is_counted_once():
+    x = torch.randn(10, requires_grad=True)
+    with counting(saved := {}):
+        ((x * x) + (x * x)).sum()
+    assert saved == {x.data_ptr(): 40}
+
+
 def test_a_dataset_of_the_suite(dataset, capsys):
     assert main(["doctor", str(dataset), "--preset", "tiny", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["episodes"], found["channels"], len(found["cameras"])) == (2, 17, 3)
     assert found["problems"] == []
     assert found["hours"] > 0
+    assert found["training_bytes"] > 4 * 4 * 11e6  # ResNet18's weights alone, as AdamW needs them
     assert found["key_dim"] == 17 + 17**2 + 17**3
     assert found["evidence"]["delayed"] is None  # two episodes say nothing
     assert main(["doctor", str(dataset), "--no-cost"]) == 0

@@ -32,10 +32,10 @@ class Book(Task):
     instruction = "Take the book from its shelf to its return chute by its lane, and come back the same way."
     cues = ("left shelf", "middle shelf", "right shelf")
     seconds = 32.0
-    paper = Profile(30, 215, 1.2)
+    paper = Profile(30, 185, 1.2)
     moving = True
     lamps = (2, 5, 9)
-    clock = (12.0, 7.4, 8.8)
+    clock = (12.0, 7.8, 9.2)
 
     def scene(self) -> Scene:
         """A rack ahead, behind the robot three lanes between posts, and a desk with three chutes beyond them."""

@@ -25,7 +25,7 @@ class Cable(Task):
     instruction = "Thread the cable through the clip and plug it into the device of its side."
     cues = ("left reel", "right reel")
     seconds = 17.0
-    paper = Profile(30, 750, 2.0)
+    paper = Profile(30, 787, 2.0)
     lamps = (1,)
     partly_readable = True
     clock = (10.4,)

@@ -25,9 +25,9 @@ class Medicine(Task):
     instruction = "Bring the pill to the bedside, put it into its box and return the dish to its tray."
     cues = ("outer tray", "middle tray", "inner tray")
     seconds = 31.0
-    paper = Profile(30, 350, 1.5)
+    paper = Profile(30, 337, 1.5)
     lamps = (1, 4)
-    clock = (9.8, 14.4)
+    clock = (9.8, 14.8)
 
     def scene(self) -> Scene:
         """Trays left, boxes right, the intake near the robot, the bedside in the middle."""

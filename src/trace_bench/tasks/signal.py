@@ -1,7 +1,6 @@
 """Signal: a card shows a colour and is gone once the bell is rung. Later the pad of that colour has to be pressed. It is
 short and easy, for first steps; the paper does not have it, and it is not one of the suite's five. Its scene is always the
-same: only the card's size and shade, the expert's timing and the delay differ between episodes. The delay varies much, so
-that the time tells little of when to go.
+same: only the card's size and shade, the expert's timing and the delay differ between episodes.
 """
 
 from collections.abc import Iterator
@@ -35,7 +34,6 @@ class Signal(Task):
     paper = Profile(30, 60, 1.0)
     lamps = (1,)
     clock = (4.4,)
-    spread = 2.0
 
     def scene(self) -> Scene:
         """The card on a board left, the bell near the right hand, two pads right."""
@@ -55,7 +53,8 @@ class Signal(Task):
         """This episode's card on the board, the other out of the world."""
         shown = CARDS[episode.cue]
         world.model.body(shown).pos[:] = world.model.body("board").pos
-        recolour(world, shown, *episode.instance("card"))
+        size, shade = episode.rng("card").uniform((0.88, 0.80), (1.08, 1.15))
+        recolour(world, shown, size, shade)
         world.place({})
 
     @property

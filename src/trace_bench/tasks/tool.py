@@ -26,9 +26,9 @@ class Tool(Task):
     instruction = "Cover the object, then use the two tools it needs, in order."
     cues = OBJECTS
     seconds = 31.0
-    paper = Profile(30, 980, 2.0)
+    paper = Profile(30, 1045, 2.0)
     lamps = (1, 4)
-    clock = (8.0, 14.4)
+    clock = (8.0, 14.8)
 
     def scene(self) -> Scene:
         """The object in the middle, its cover and a bell left, three tools right."""
