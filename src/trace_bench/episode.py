@@ -31,6 +31,7 @@ SHAPES = {
     "heldout": (mujoco.mjtGeom.mjGEOM_ELLIPSOID, mujoco.mjtGeom.mjGEOM_CAPSULE),
 }
 INSTANCES = {"train": tuple(range(6)), "heldout": (6, 7, 8)}
+LOOKS = ((0.88, 0.80), (1.08, 1.15))  # least and largest size and shade of an object
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ class Episode:
     def instance(self, what: str) -> tuple[float, float]:
         """Size and shade (factors near 1) of this episode's instance of an object."""
         which = self.rng(f"instance {what}").choice(INSTANCES[self.split])
-        size, shade = np.random.default_rng([crc32(what.encode()), int(which)]).uniform((0.88, 0.80), (1.08, 1.15))
+        size, shade = np.random.default_rng([crc32(what.encode()), int(which)]).uniform(*LOOKS)
         return float(size), float(shade)
 
 

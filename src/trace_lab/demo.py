@@ -119,7 +119,7 @@ def demo(
     device: Literal["auto", "cpu", "cuda"] = "auto",
 ) -> int:
     """Shows what a memory is for: collects demonstrations of a short task, trains ACT without a memory and with TRACE, tries
-    both on held-out episodes, prints the table and writes a report. About a quarter of an hour on two CPU cores.
+    both on held-out episodes, prints the table and writes a report. Under 20 minutes on two CPU cores.
 
     Stopped, it goes on where it was when called again.
 

@@ -124,7 +124,7 @@ def keys(paths: Paths, preset: str, found: Findings) -> None:
 
 @contextmanager
 def counting(saved: dict[int, int]) -> Iterator[None]:
-    """Notes place and bytes of everything that autograd keeps for the backward pass meanwhile."""
+    """Notes place and bytes of what autograd keeps for the backward pass meanwhile; not what a captured CUDA graph keeps."""
 
     def keep(x: torch.Tensor) -> torch.Tensor:
         saved[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()

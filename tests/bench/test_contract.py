@@ -163,6 +163,38 @@ def test_a_longer_delay_postpones_the_branch(task):
     assert record.decisions[0].frame - record.cue_gone >= 200
 
 
+def test_having_waited_does_not_tell_how_long_it_will_take():
+    """Delays beyond the least are exponential: what is left of them is as long on average, however long one has waited."""
+    env, extra = make("Signal", cameras=(), delay=7), []
+    for seed in range(2000):
+        env.reset(seed=seed)
+        extra.append(env.record.delay - 7)
+    mean, drawn = WAIT * 10, np.array(extra)
+    assert (drawn.min(), drawn.max()) == (0, LONGEST * mean)
+    free = drawn[drawn < LONGEST * mean]
+    assert 1 - len(free) / len(drawn) == pytest.approx(np.exp(-LONGEST), abs=0.015)
+    for waited in (0, 10, 20):
+        assert np.mean(drawn >= waited + 10) / np.mean(drawn >= waited) == pytest.approx(np.exp(-10 / mean), abs=0.05)
+
+
+@ALL
+def test_the_expert_takes_a_moment_to_see_the_lamp(task):
+    env = make(task, cameras=())
+    env.reset(seed=1)
+    moves, before = [], None
+    for action in env.expert():
+        moves.append(
+            before is not None and bool(np.abs(action - before).max() > 0.005)
+        )  # less is the base keeping its place
+        before = action
+        *_, terminated, _, _ = env.step(action)
+        if terminated:
+            break
+    for decision in env.record.decisions:
+        first = moves.index(True, decision.frame)  # the action after the picture that shows the lamp
+        assert 2 <= first - decision.frame <= 7
+
+
 @pytest.mark.parametrize("task", list(SHAPE))
 def test_paper_profile_has_the_papers_horizon(task):
     env = make(task, cameras=(), profile="paper")

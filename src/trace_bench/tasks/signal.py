@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from trace_bench.episode import Episode, recolour
+from trace_bench.episode import LOOKS, Episode, recolour
 from trace_bench.expert import Expert
 from trace_bench.referee import Stage, Subtask
 from trace_bench.robot import Vector
@@ -53,8 +53,7 @@ class Signal(Task):
         """This episode's card on the board, the other out of the world."""
         shown = CARDS[episode.cue]
         world.model.body(shown).pos[:] = world.model.body("board").pos
-        size, shade = episode.rng("card").uniform((0.88, 0.80), (1.08, 1.15))
-        recolour(world, shown, size, shade)
+        recolour(world, shown, *episode.rng("card").uniform(*LOOKS))
         world.place({})
 
     @property
