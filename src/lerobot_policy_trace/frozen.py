@@ -40,7 +40,7 @@ def frozen(policy: "Remembering", precision: str) -> tuple[Any, bool]:
     """A copy for deployment: no gradients, normalisations baked into convolutions, weights arranged once. And whether its
     convolutions want pictures channels last.
     """
-    apart = {id(x): None for x in (policy.paths, policy.captured, policy.control) if x is not None}
+    apart = {id(x): None for x in (policy.paths, policy.captured, policy.network, policy.control) if x is not None}
     made = copy.deepcopy(policy, apart).eval().requires_grad_(requires_grad=False)
     made.reset()
     baked = [bake(backbone) for backbone in made.backbones]

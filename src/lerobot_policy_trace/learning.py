@@ -58,6 +58,7 @@ class Learning(PreTrainedPolicy):
         self._seen: list[Tensor] = []
         self.backbone_frozen = False  # if so, feature maps come in place of pictures
         self.captured: Callable[..., Readout] | None = None  # a faster scan of whole episodes, if someone has made one
+        self.network: Callable[..., Any] | None = None  # a faster forward pass of ACT's network
         if options.name == "none":
             return
         state = self.config.robot_state_feature

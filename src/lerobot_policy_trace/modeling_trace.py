@@ -92,6 +92,16 @@ class TraceActPolicy(Remembering, ACTPolicy):
         finally:
             self.model.backbone = backbone
 
+    def forward(self, batch: Batch, *args: Any, **kwargs: Any) -> tuple[Tensor, dict[str, Any] | None]:
+        """The stock loss and the memory's, with a captured network if there is one."""
+        if self.network is None or not self.training:
+            return super().forward(batch, *args, **kwargs)
+        self.model.__dict__["forward"] = self.network
+        try:
+            return super().forward(batch, *args, **kwargs)
+        finally:
+            del self.model.__dict__["forward"]
+
     def _act(self, seen: Batch) -> Tensor:
         now = {key: x[:, -1] for key, x in seen.items()}
         now |= {OBS_IMAGES: [now[key] for key in self.config.image_features]}

@@ -11,6 +11,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812
 
 from lerobot_policy_trace.configuration_trace import MemoryOptions
 from lerobot_policy_trace.paths import Paths
@@ -19,7 +20,9 @@ from trace_memory.normalise import Moments, Normaliser
 
 
 class Content(nn.Module):
-    """e_t = [v, p]: the backbone's maps pooled over space and cameras, and an embedding of the standardised state."""
+    """e_t = [v, p]: the backbone's maps pooled over space and cameras, and an embedding of the standardised state. Both are
+    brought to the same scale, step by step: whatever training does to them, gates are not driven to where they stay shut.
+    """
 
     mean: Tensor
     std: Tensor
@@ -34,7 +37,8 @@ class Content(nn.Module):
     def forward(self, maps: list[Tensor], state: Tensor) -> Tensor:
         """From one map (N, C, h, w) a camera and raw states (N, d) to (N, 2 width)."""
         v = torch.stack([each.mean((-2, -1)) for each in maps]).mean(0)
-        return torch.cat([self.vision(v), self.state((state - self.mean) / self.std)], dim=-1)
+        p = self.state((state - self.mean) / self.std)
+        return torch.cat([F.layer_norm(x, x.shape[-1:]) for x in (self.vision(v), p)], dim=-1)
 
 
 class Recall(nn.Module):

@@ -15,6 +15,7 @@ from trace_lab.frames import FrameStore
 from trace_lab.recipe import Recipe, RecipeError
 
 SHAPES = 8  # lengths to which episodes are padded, at most
+STILL = 0.05  # standard deviations of an action that count as no movement
 POOL = 8  # batches whose episodes are sorted by length together, so that a batch holds episodes of similar length
 
 
@@ -40,10 +41,21 @@ def order_of(count: int, size: int, epoch: int, seed: int, lengths: Tensor | Non
     return order.view(rounds, size)
 
 
-def spread(usable: Tensor, count: int, draw: torch.Generator) -> Tensor:
-    """(E, count) times, uniform over (E,) usable frames and well apart: one from each of `count` equal parts."""
-    u = torch.rand(len(usable), count, generator=draw, dtype=torch.float64)
-    return ((torch.arange(count) + u) / count * usable[:, None]).long().minimum(usable[:, None] - 1)
+def spread(weight: Tensor, count: int, draw: torch.Generator) -> Tensor:
+    """(E, count) places within (E,) weights, well apart: one from each of `count` equal parts."""
+    u = torch.rand(len(weight), count, generator=draw, dtype=torch.float64)
+    return (torch.arange(count) + u) / count * weight[:, None]
+
+
+def resting(store: FrameStore) -> Tensor:
+    """(N,) on the CPU: whether the robot is told to stay where it is for the second after each frame of a store."""
+    ends = store.paths.ends
+    action = store.columns[ACTION][: ends[-1]].cpu()
+    now, near, still = torch.arange(len(action)), STILL * action.std(0), torch.ones(len(action), dtype=torch.bool)
+    last = ends[torch.searchsorted(ends, now, right=True)] - 1
+    for later in range(1, round(store.meta.fps) + 1):
+        still &= ((action[torch.minimum(now + later, last)] - action).abs() <= near).all(1)
+    return still
 
 
 class Augment:
@@ -88,11 +100,20 @@ class Batches:
         self.features: Any = None  # feature maps in place of pictures, where the encoder is not trained
         dropped = int(getattr(config, "drop_n_last_frames", 0))
         self.usable = (store.lengths - dropped).clamp_min(1)
+        self.weight = self._weights().cumsum(0)  # (N,): frames are drawn by these
         self._order: tuple[int, Tensor] | None = None  # of the epoch that is going on
         self.pad = 1
         if store.device.type == "cuda":  # a scan is captured for each length, so there must be few
             steps = -(-store.lengths // self.every)
             self.pad = 32 * max(1, -(-int(steps.max() - steps.min()) // (32 * SHAPES)))
+
+    def _weights(self) -> Tensor:
+        """(N,): how often each frame is a target; none of those at an episode's end that the policy leaves out."""
+        paths = self.store.paths
+        frame = torch.arange(int(paths.ends[-1]))
+        owner = torch.searchsorted(paths.ends, frame, right=True)
+        weight = ((frame >= paths.starts[owner]) & (frame < (paths.starts + self.usable)[owner])).double()
+        return weight if self.recipe.still == 1 else weight * torch.where(resting(self.store), self.recipe.still, 1.0)
 
     def lengths(self) -> list[int]:
         """Lengths to which batches of whole episodes are padded."""
@@ -105,16 +126,19 @@ class Batches:
 
     def targets(self, step: int) -> tuple[Tensor, Tensor]:
         """(E,) episodes and (E, n) times, or for single frames (N, 1) of N episodes; of all processes, on the CPU."""
-        recipe = self.recipe
+        recipe, paths, draw = self.recipe, self.store.paths, generator(self.seed, step, 1)
+        after = self.weight[paths.ends - 1]
+        own = after.diff(prepend=after.new_zeros(1))  # weights of whole episodes
         if self.whole:
-            episodes = self._turn(len(self.usable), recipe.episodes, step, self.store.lengths)
-            times = spread(self.usable[episodes], recipe.targets, generator(self.seed, step, 1))
+            episodes = self._turn(len(after), recipe.episodes, step, self.store.lengths)
+            places = (after - own)[episodes][:, None] + spread(own[episodes], recipe.targets, draw)
         else:
-            ends = self.usable.cumsum(0)
-            frame = self._turn(int(ends[-1]), recipe.batch, step)
-            episodes = torch.searchsorted(ends, frame, right=True)
-            times = (frame - (ends - self.usable)[episodes])[:, None]
-        return episodes, times
+            turn = self._turn(max(1, int(after[-1])), recipe.batch, step)
+            places = turn[:, None] + torch.rand(len(turn), 1, generator=draw, dtype=torch.float64)
+            episodes = torch.searchsorted(after, places[:, 0], right=True).clamp_max(len(after) - 1)
+        frames = torch.searchsorted(self.weight, places, right=True)
+        times = frames - paths.starts[episodes][:, None]
+        return episodes, times.minimum(self.usable[episodes][:, None] - 1)
 
     def _turn(self, count: int, size: int, step: int, lengths: Tensor | None = None) -> Tensor:
         """(size,) of `count` things, whose turn it is."""

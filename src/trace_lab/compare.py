@@ -75,10 +75,15 @@ class Plan:
     size: int
     episodes: int
     data: Path
+    encoder: int = 0  # updates of the ACT whose encoder all methods with ACT share
+
+    def settings(self, policy: str) -> tuple[str, ...]:
+        """NAME=VALUE of a policy's trainings."""
+        return (*self.changes, "backbone=frozen") if self.encoder and policy == "act" else self.changes
 
     def made(self, policy: str, memory: str) -> Recipe:
         """How a method is trained; the same for all but for the method itself."""
-        return recipe(self.preset, policy, memory, parse(self.changes))
+        return recipe(self.preset, policy, memory, parse(self.settings(policy)))
 
     @property
     def fixed(self) -> dict[str, Any]:
@@ -88,6 +93,7 @@ class Plan:
             "changes": sorted(self.changes),
             "demonstrations": self.demonstrations,
             "size": self.size,
+            "encoder": self.encoder,
         }
 
 
@@ -106,7 +112,7 @@ def methods_of(names: Sequence[str]) -> tuple[tuple[str, str], ...]:
 
 
 def steps_of(plan: Plan, workers: int) -> list[Step]:
-    """The graph: collect a task; train each method and seed on it; evaluate what was trained."""
+    """The graph: collect a task; train the shared encoder, if there is one; train each method and seed; evaluate them."""
     steps = []
     for task in plan.tasks:
         data, count = plan.data / task.lower(), plan.demonstrations or EPISODES[task]
@@ -119,25 +125,45 @@ def steps_of(plan: Plan, workers: int) -> list[Step]:
                 lambda data=data: collected(data),  # type: ignore[misc]
             )
         )
+        if plan.encoder and any(policy == "act" for policy, _ in plan.methods):
+            steps.append(encoder(plan, task))
         for policy, memory in plan.methods:
             for seed in plan.seeds:
-                steps += cell(plan, task, policy, memory, seed, data, workers)
+                steps += cell(plan, task, policy, memory, seed, workers)
     return steps
 
 
-def cell(plan: Plan, task: str, policy: str, memory: str, seed: int, data: Path, workers: int) -> list[Step]:
+def training(plan: Plan, task: str, run: Run, policy: str, memory: str, seed: int) -> tuple[str, ...]:
+    """The command that trains a method on a task, but for its settings."""
+    return (
+        *("train", str(plan.data / task.lower()), "--out", str(run.folder), "--policy", policy, "--memory", memory),
+        *("--preset", plan.preset, "--seed", str(seed), "--cache", str(plan.data / "frames" / task.lower())),
+    )
+
+
+def encoder(plan: Plan, task: str) -> Step:
+    """Training of the ACT with whose weights every method with ACT begins."""
+    run = Run(plan.out / task.lower() / "encoder")
+    command = (*training(plan, task, run, "act", "none", 0), "--set", *plan.changes, f"steps={plan.encoder}")
+    return Step(f"{task}: encoder", "train", command, plan.encoder, lambda: trained(run), f"{task}: collect")
+
+
+def cell(plan: Plan, task: str, policy: str, memory: str, seed: int, workers: int) -> list[Step]:
     """Training and evaluation of one method on one task with one seed."""
     name = f"{task}: {policy}+{memory}, seed {seed}"
     run = Run(plan.out / task.lower() / f"{policy}+{memory}" / f"seed{seed}")
+    shared = bool(plan.encoder) and policy == "act"
+    settings = plan.settings(policy)
     train = (
-        *("train", str(data), "--out", str(run.folder), "--policy", policy, "--memory", memory),
-        *("--preset", plan.preset, "--seed", str(seed), "--cache", str(plan.data / "frames" / task.lower())),
-        *(("--set", *plan.changes) if plan.changes else ()),
+        *training(plan, task, run, policy, memory, seed),
+        *(("--start", str(plan.out / task.lower() / "encoder")) if shared else ()),
+        *(("--set", *settings) if settings else ()),
     )
     place = run.folder / "evaluation" / task
     evaluate = ("eval", str(run.folder), "--task", task, "--episodes", str(plan.episodes), "--workers", str(workers))
+    needs = f"{task}: encoder" if shared else f"{task}: collect"
     return [
-        Step(name, "train", train, plan.made(policy, memory).steps, lambda: trained(run), f"{task}: collect"),
+        Step(name, "train", train, plan.made(policy, memory).steps, lambda: trained(run), needs),
         Step(f"{name}, evaluation", "eval", evaluate, plan.episodes, lambda: evaluated(place), name),
     ]
 
@@ -236,7 +262,7 @@ def fit(plan: Plan, out: Path, console: Console) -> int:
             if failed := work(steps, runner, out, console):
                 raise CompareError(f"{task} could not be collected: {last_words(next(iter(failed.values())))}")
         policy, memory = plan.methods[-1]
-        names = [f"preset={plan.preset}", f"policy={policy}", f"memory={memory}", *plan.changes]
+        names = [f"preset={plan.preset}", f"policy={policy}", f"memory={memory}", *plan.settings(policy)]
         with console.status(f"measuring how many trainings at once are fastest here (kept in {note})"):
             rows = packing.measure(plan.data / task.lower(), settings=names)
         write_json(note, {"device": device, "settings": names, "rows": [vars(row) for row in rows]})
@@ -252,7 +278,7 @@ def check_folder(plan: Plan) -> None:
     """The folder is new, or one of the same settings; then notes what was asked for."""
     note = plan.out / "compare.json"
     if note.exists():
-        before = json.loads(note.read_text())["fixed"]
+        before = {"encoder": 0} | json.loads(note.read_text())["fixed"]
         if differ := differences(before, json.loads(json.dumps(plan.fixed))):
             raise CompareError(
                 f"{plan.out} is a comparison with other settings ({'; '.join(differ)}); choose another --out, or the same "
@@ -289,6 +315,7 @@ def compare(
     demonstrations: int | None = None,
     size: int = 96,
     episodes: int = 25,
+    encoder: int = 0,
     data: Path | None = None,
     runner: Literal["ray", "here"] = "ray",
     address: str | None = None,
@@ -311,6 +338,8 @@ def compare(
         demonstrations: episodes a task; the paper's numbers if not said.
         size: width and height of the pictures, pixels.
         episodes: held-out rollouts of each trained policy.
+        encoder: if not 0, ACT is trained for so many updates on each task first, once; all methods with ACT begin with its
+            weights, and the encoder stays as it is then. Much faster than an encoder for each.
         data: folder of the datasets; out/data if not said. Collections that are there are used.
         runner: ray (this machine, or a cluster), or here: processes of this machine, without Ray.
         address: of a Ray cluster whose machines share these folders; a Ray of our own if not said.
@@ -324,12 +353,24 @@ def compare(
         out = out.absolute()  # other machines begin in other folders
         chosen, place = methods_of(methods), (data or out / "data").absolute()
         plan = Plan(
-            out, names, chosen, tuple(dict.fromkeys(seeds)), preset, set_, demonstrations, size, episodes, place
+            out,
+            names,
+            chosen,
+            tuple(dict.fromkeys(seeds)),
+            preset,
+            set_,
+            demonstrations,
+            size,
+            episodes,
+            place,
+            encoder,
         )
         for policy, memory in chosen:
             plan.made(policy, memory)
         if isinstance(jobs, int) and jobs < 1:
             raise CompareError(f"jobs: got {jobs}, expected 1 or more")
+        if encoder < 0:
+            raise CompareError(f"encoder: got {encoder}, expected a number of updates, or 0 for none")
         if plan_only:
             for step in steps_of(plan, 1):
                 tell(console, f"{'done' if step.done else 'to do'}: {step.name}")

@@ -37,7 +37,9 @@ class Features:
 
 
 @torch.no_grad()
-def encode(policy: Any, store: FrameStore, prepare: Any, made: Recipe, seed: int, console: Console) -> Features:
+def encode(
+    policy: Any, store: FrameStore, prepare: Any, made: Recipe, seed: int, console: Console, *, learnt: bool
+) -> Features:
     """Freezes the policy's encoder, fits it to the pictures if it has learnt nothing yet, and uses it on all of them."""
     if not policy.backbones:
         raise RecipeError("backbone: got frozen, but the policy has no pictures")
@@ -60,7 +62,7 @@ def encode(policy: Any, store: FrameStore, prepare: Any, made: Recipe, seed: int
 
     plain, changed = Augment(0, 0.0), Augment(made.shift, made.jitter)
     count = int(store.ends[-1])
-    if policy.config.pretrained_backbone_weights is None:
+    if not learnt:
         pixels = sum(kept.shape[-2] * kept.shape[-1] for kept in store.cameras.values())
         few = max(1, min(SAMPLE, count, PIXELS // pixels))
         sample = pictures(torch.linspace(0, count - 1, few, device=store.device).long(), plain, 0)

@@ -121,8 +121,9 @@ def _one(arguments: list[str]) -> None:
     from accelerate import Accelerator
 
     from trace_lab.frames import open_dataset, open_frames
+    from trace_lab.policy import cameras
     from trace_lab.recipe import parse, recipe
-    from trace_lab.train import Training, cameras
+    from trace_lab.train import Training
 
     dataset, number, folder, *settings = arguments
     here, cuda, done = Path(folder), torch.cuda.is_available(), set[Path]()

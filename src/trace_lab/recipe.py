@@ -37,6 +37,9 @@ class Recipe:
     steps: int = 20_000  # updates
     episodes: int = 8  # episodes in a batch
     targets: int = 32  # targets of each
+    still: float = (
+        1.0  # how often a frame is a target before which the robot rests for a second, as a share of the others
+    )
     truncate: int = 0  # frames after which the gradient through time is cut; 0 is never
     backbone: str = "trained"  # or "frozen": as it comes, every picture encoded once
     taught: float = 1.0  # share of frames that teach the encoder what to write; they count more in exchange
@@ -71,8 +74,11 @@ class Recipe:
         for name in ("lr", "backbone_lr", "memory_lr", "clip", "checkpoint"):
             if not getattr(self, name) > 0:
                 raise RecipeError(f"{name}: got {getattr(self, name)}, expected a positive number")
-        if not 0 < self.taught <= 1 or not 0 <= self.jitter < 1:
-            raise RecipeError(f"taught, jitter: got {self.taught}, {self.jitter}, expected (0, 1] and [0, 1)")
+        for name in ("taught", "still"):
+            if not 0 < getattr(self, name) <= 1:
+                raise RecipeError(f"{name}: got {getattr(self, name)}, expected more than 0 and at most 1")
+        if not 0 <= self.jitter < 1:
+            raise RecipeError(f"jitter: got {self.jitter}, expected 0 or more and less than 1")
         if self.truncate and self.scan == "budget":
             raise RecipeError(f"truncate: got {self.truncate} with the budget scan, which has no long gradient to cut")
 

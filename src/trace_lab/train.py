@@ -4,6 +4,7 @@ where its last checkpoint was, to the same weights (bit for bit on a CPU). Batch
 """
 
 import contextlib
+import hashlib
 import json
 import os
 import sys
@@ -16,22 +17,19 @@ import torch
 import tyro
 from accelerate import Accelerator
 from accelerate.utils import DistributedDataParallelKwargs
-from lerobot.configs import FeatureType, PolicyFeature
-from lerobot.configs.policies import PreTrainedConfig
-from lerobot.policies.factory import get_policy_class, make_pre_post_processors
-from lerobot.utils.constants import ACTION, IMAGENET_STATS
+from lerobot.policies.factory import get_policy_class
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-import lerobot_policy_trace  # noqa: F401  (registers the policies)
 from lerobot_policy_trace.backbone import quicken
-from lerobot_policy_trace.configuration_trace import MemoryOptions
+from lerobot_policy_trace.capturing import GraphedAct
 from lerobot_policy_trace.paths import DatasetError
 from trace_lab.batches import Batches, generator
 from trace_lab.features import encode
-from trace_lab.frames import FramesError, FrameStore, fingerprint, open_dataset, open_frames
+from trace_lab.frames import FramesError, FrameStore, changes, fingerprint, open_dataset, open_frames
+from trace_lab.policy import cameras, configuration, pipelines, take_over
 from trace_lab.recipe import Recipe, RecipeError, parse, recipe
 from trace_lab.run import Run, RunError, listening
 from trace_memory.graphs import GraphedScans
@@ -44,64 +42,6 @@ TOO_LARGE = "Less at once: --set taught=0.1, or truncate=64, or episodes=4, or m
 
 class Stopped(Exception):  # noqa: N818
     """Asked to stop; everything is saved."""
-
-
-# -- what is trained -------------------------------------------------------------------------------------------------------
-
-
-def cameras(made: Recipe, meta: Any) -> list[str]:
-    """The dataset's cameras that a recipe asks for; "overhead" is short for "observation.images.overhead"."""
-    have = list(meta.camera_keys)
-    if made.cameras == "all":
-        return have
-    short = {name.removeprefix("observation.images."): name for name in have}
-    asked = [name.strip().removeprefix("observation.images.") for name in made.cameras.split(",")]
-    if strange := [name for name in asked if name not in short]:
-        raise RecipeError(f"cameras: got {', '.join(strange)}, expected all, or some of {', '.join(short)}")
-    return [name for key, name in short.items() if key in asked]
-
-
-def configuration(made: Recipe, meta: Any, device: str) -> Any:
-    """The plug-in's configuration for a dataset."""
-    inputs = {}
-    for name, feature in meta.features.items():
-        if name in cameras(made, meta):
-            height, width, colours = feature["shape"]
-            inputs[name] = PolicyFeature(FeatureType.VISUAL, (colours, height, width))
-        elif name == "observation.state":
-            inputs[name] = PolicyFeature(FeatureType.STATE, tuple(feature["shape"]))
-        elif name == "observation.environment_state":
-            inputs[name] = PolicyFeature(FeatureType.ENV, tuple(feature["shape"]))
-    output = {ACTION: PolicyFeature(FeatureType.ACTION, tuple(meta.features[ACTION]["shape"]))}
-    rates: dict[str, Any] = {"optimizer_lr": made.lr}
-    if made.policy == "act":
-        rates["optimizer_lr_backbone"] = made.backbone_lr
-    memory_rates = {"lr": made.memory_lr, "adapter_lr": made.memory_lr}
-    kind = PreTrainedConfig.get_choice_class(f"trace_{made.policy}")
-    try:
-        memory = MemoryOptions(name=made.memory, **(memory_rates | made.memory_options))
-        config: Any = kind(
-            input_features=inputs,
-            output_features=output,
-            device=device,
-            push_to_hub=False,
-            memory=memory,
-            **(rates | made.policy_options),
-        )
-        config.validate_features()
-        if made.scan == "budget" and memory.update_every != 1:
-            raise ValueError(f"memory.update_every: got {memory.update_every}, expected 1 with the budget scan")
-    except (TypeError, ValueError) as error:
-        raise RecipeError(f"{made.policy} with memory {made.memory}: {error}") from error
-    return config
-
-
-def pipelines(config: Any, meta: Any) -> tuple[Any, Any]:
-    """The policy's own pre- and postprocessor, with ImageNet's statistics for pictures, as lerobot-train makes them."""
-    stats = {name: dict(values) for name, values in meta.stats.items()}
-    for name in config.image_features:
-        stats[name] |= {kind: torch.tensor(value) for kind, value in IMAGENET_STATS.items()}
-    return make_pre_post_processors(config, dataset_stats=stats)
 
 
 @dataclass
@@ -121,19 +61,28 @@ class Training:
 
     @classmethod
     def begin(
-        cls, made: Recipe, seed: int, store: FrameStore, accelerator: Accelerator, console: Console | None = None
+        cls,
+        made: Recipe,
+        seed: int,
+        store: FrameStore,
+        accelerator: Accelerator,
+        console: Console | None = None,
+        start: Path | None = None,
     ) -> "Training":
-        """At update 0."""
+        """At update 0, with the weights of a trained policy if there is one to start from."""
         device = accelerator.device
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
         config = configuration(made, store.meta, device.type)
         torch.manual_seed(seed)
         policy = get_policy_class(config.type)(config, dataset_meta=store.meta).to(device)
+        if start is not None:
+            take_over(policy, start)
         before, after = pipelines(config, store.meta)
         policy.train()
         features = None
         if made.backbone == "frozen":
-            features = encode(policy, store, before, made, seed, console or Console(stderr=True))
+            learnt = start is not None or config.pretrained_backbone_weights is not None
+            features = encode(policy, store, before, made, seed, console or Console(stderr=True), learnt=learnt)
         else:
             for backbone in policy.backbones:
                 quicken(backbone)
@@ -150,7 +99,23 @@ class Training:
             # Capture and DistributedDataParallel do not go together: several GPUs scan step by step.
             if batches.whole and device.type == "cuda" and not made.truncate and shares == 1:
                 policy.captured = GraphedScans(policy.recall.memory, made.episodes, batches.lengths())
-        return cls(made, seed, policy, model, optimizer, batches, accelerator, before, after)
+        begun = cls(made, seed, policy, model, optimizer, batches, accelerator, before, after)
+        always = made.policy == "act" and (
+            features is not None or made.memory == "none"
+        )  # the same work in every update
+        if always and device.type == "cuda" and not made.truncate and shares == 1:
+            begun.capture()
+        return begun
+
+    def capture(self) -> None:
+        """Captures the policy's network."""
+        policy, readout = self.policy, None
+        batch, _ = next(self.batches.at(0))
+        with self.accelerator.autocast():
+            if policy.recall is not None:
+                with torch.no_grad():
+                    batch, readout = policy._scan_episodes(batch, {})
+            policy.network = GraphedAct(policy, batch, readout)
 
     def update(self) -> dict[str, Any]:
         """One update. The metrics are tensors where the policy gives tensors: nobody need wait for them."""
@@ -264,6 +229,21 @@ def task_of(root: Path) -> str | None:
     return json.loads(note.read_text())["task"] if note.exists() else None
 
 
+def trained(folder: Path, data: dict[str, str]) -> tuple[Path, dict[str, Any]]:
+    """The last policy of a finished or stopped run on the same data, and a note of what it is: what it asked for, and a
+    digest of its weights.
+    """
+    run = Run(folder)
+    if not (folder / "run.json").exists() or not (done := run.finished()):
+        raise RunError(f"start: {folder}: no run with a checkpoint there, expected a folder of tracemem train")
+    asked = json.loads((folder / "run.json").read_text())["asked"]
+    if differ := changes(asked["dataset"], data):
+        raise RunError(f"start: {folder} was trained on other data ({differ}): its normalisation would not fit")
+    policy = run.checkpoint(done[-1]) / "pretrained_model"
+    digest = hashlib.sha256((policy / "model.safetensors").read_bytes()).hexdigest()
+    return policy, {"asked": asked, "step": done[-1], "weights": digest}
+
+
 def run_training(
     dataset: Path,
     out: Path,
@@ -274,12 +254,16 @@ def run_training(
     frames: str = "auto",
     cache: Path | None = None,
     console: Console | None = None,
+    start: Path | None = None,
 ) -> Result:
-    """Trains, or goes on training, in a folder."""
+    """Trains, or goes on training, in a folder; `start` is the run of a policy to begin with."""
     console = console or Console(stderr=True)
     meta = open_dataset(dataset)
     configuration(made, meta, "cpu")  # what makes no sense is refused before anything is written
-    asked = {"recipe": made.to_dict(), "seed": seed, "task": task_of(dataset), "dataset": fingerprint(dataset)}
+    asked: dict[str, Any] = {"recipe": made.to_dict(), "seed": seed, "task": task_of(dataset)}
+    asked |= {"dataset": fingerprint(dataset)}
+    if start is not None:
+        start, asked["start"] = trained(start, asked["dataset"])
     precision = {"auto": "bf16" if device != "cpu" and torch.cuda.is_available() else "no", "float32": "no"}
     unused = DistributedDataParallelKwargs(find_unused_parameters=True)
     accelerator = Accelerator(
@@ -296,7 +280,7 @@ def run_training(
         store = open_frames(
             meta, accelerator.device, cameras=cameras(made, meta), place=frames, cache=cache, console=console
         )
-        training = Training.begin(made, seed, store, accelerator, console)
+        training = Training.begin(made, seed, store, accelerator, console, start)
         if main:
             run.begin(asked)
         accelerator.wait_for_everyone()
@@ -334,6 +318,7 @@ def train(
     seed: int = 0,
     steps: int | None = None,
     set_: Annotated[tuple[str, ...], tyro.conf.arg(name="set", metavar="NAME=VALUE ...")] = (),
+    start: Path | None = None,
     device: str = "auto",
     frames: str = "auto",
     cache: Path | None = None,
@@ -356,16 +341,20 @@ def train(
         steps: updates; the preset's number if not said.
         set_: any other number of the recipe, for instance lr=3e-4 episodes=4 scan=budget policy.dim_model=256
             memory.slots=6; recipe.py lists them.
+        start: a run of tracemem train on the same data, with the same policy and any memory or none: its weights are where
+            this one begins, all but the memory's.
         device: auto, cpu or cuda.
         frames: where decoded pictures are kept: gpu, ram, file, or auto, the nearest that has room.
         cache: a folder in which decoded pictures stay, for several runs on one dataset.
         json_: print the result as JSON.
     """
     console = Console(stderr=json_)
-    changes = {"steps": steps} if steps is not None else {}
+    own = {"steps": steps} if steps is not None else {}
     try:
-        made = recipe(preset, policy, memory, changes | parse(set_))
-        result = run_training(dataset, out, made, seed, device=device, frames=frames, cache=cache, console=console)
+        made = recipe(preset, policy, memory, own | parse(set_))
+        result = run_training(
+            dataset, out, made, seed, device=device, frames=frames, cache=cache, console=console, start=start
+        )
     except (RecipeError, FramesError, DatasetError, RunError) as error:
         print(f"tracemem train: {error}", file=sys.stderr)  # noqa: T201
         return 2 if isinstance(error, RecipeError) else 1

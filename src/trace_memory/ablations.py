@@ -2,6 +2,8 @@
 itself trained with AuxiliaryWeights() of zero, and has no class.
 """
 
+from typing import Any
+
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
@@ -67,8 +69,8 @@ class MeanReadSlots(Slots):
 class NoDeltaKeys(Keys):
     """The key knows where the path has led, not which way it is going."""
 
-    def __init__(self, signature_dim: int, width: int, hidden: int, *, anchor: int = 0, dropout: float = 0.1):
-        super().__init__(signature_dim, width, hidden, anchor=anchor, dropout=dropout)
+    def __init__(self, signature_dim: int, width: int, hidden: int, **options: Any):
+        super().__init__(signature_dim, width, hidden, **options)
         del self.phi_delta
 
     def embed_delta(self, delta: Float[Tensor, "*n D"]) -> Float[Tensor, "*n d"]:

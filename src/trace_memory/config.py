@@ -39,7 +39,7 @@ class MemoryConfig:
     depth: int = 3  # p
     key: str = "signature"  # or "logsignature"
     fade: float = 32.0  # path length over which the key forgets, in standardised units
-    bound: float = 10.0  # of standardised keys
+    bound: float = 10.0  # of standardised keys, whose embeddings are then level; inf: keys are as large as they come
     gate: str = "closing"  # or "channel", "scalar": see gates.py
     tau: float = 1.0
     identity: float = 0.5  # lambda_eta
@@ -79,7 +79,8 @@ def _signature(c: MemoryConfig) -> Signature:
 
 
 def _keys(c: MemoryConfig, signature: Signature, kind: type[Keys]) -> Keys:
-    return kind(signature.dim, c.width, c.hidden, anchor=c.content if c.anchor else 0, dropout=c.dropout)
+    anchor = c.content if c.anchor else 0
+    return kind(signature.dim, c.width, c.hidden, anchor=anchor, dropout=c.dropout, level=c.bound < math.inf)
 
 
 def _gate(c: MemoryConfig) -> Gate:

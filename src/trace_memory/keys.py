@@ -42,11 +42,17 @@ class MLP(nn.Module):
 
 
 class Keys(nn.Module):
-    """phi_g, phi_delta and phi_rho. `anchor` is the width of a first-frame feature appended to q (0: none)."""
+    """phi_g, phi_delta and phi_rho. `anchor` is the width of a first-frame feature appended to q (0: none).
 
-    def __init__(self, signature_dim: int, width: int, hidden: int, *, anchor: int = 0, dropout: float = 0.1):
+    Where keys are `level`, g and dg end with a normalisation without weights: a signature has thousands of coordinates, and
+    a small change of every weight is a large one of their sum.
+    """
+
+    def __init__(
+        self, signature_dim: int, width: int, hidden: int, *, anchor: int = 0, dropout: float = 0.1, level: bool = True
+    ):
         super().__init__()
-        self.width, self.anchor = width, anchor
+        self.width, self.anchor, self.level = width, anchor, level
         self.phi_g = MLP(signature_dim, hidden, width, dropout)
         self.phi_delta = MLP(signature_dim, hidden, width, dropout)
         self.phi_rho = MLP(2 * width + anchor, hidden, width)
@@ -55,10 +61,13 @@ class Keys(nn.Module):
         self, xi: Float[Tensor, "*n D"], delta: Float[Tensor, "*n D"], anchor: Float[Tensor, "*n a"] | None = None
     ) -> Key:
         """Standardised signature and increment to the key. Eq. (delta_signature), Eq. (trajectory_key)."""
-        g, dg = self.phi_g(xi), self.embed_delta(delta)
+        g, dg = self._levelled(self.phi_g(xi)), self._levelled(self.embed_delta(delta))
         q = torch.cat([g, dg] if anchor is None else [g, dg, anchor], dim=-1)
         return Key(g, dg, q, self.phi_rho(q))
 
     def embed_delta(self, delta: Float[Tensor, "*n D"]) -> Float[Tensor, "*n d"]:
         """dg = phi_delta(delta)."""
         return self.phi_delta(delta)
+
+    def _levelled(self, x: Float[Tensor, "*n d"]) -> Float[Tensor, "*n d"]:
+        return F.layer_norm(x, x.shape[-1:]) if self.level else x

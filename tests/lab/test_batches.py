@@ -1,17 +1,18 @@
 """Batches: every frame its turn, the same after a restart; whole episodes give the memory that deployment gives."""
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
 from lerobot.policies.factory import get_policy_class
-from lerobot.utils.constants import OBS_STATE
+from lerobot.utils.constants import ACTION, OBS_STATE
 
 from lerobot_policy_trace.learning import EPISODES
 from trace_lab.batches import Augment, Batches, generator, order_of, spread
 from trace_lab.frames import open_dataset, open_frames
+from trace_lab.policy import configuration, pipelines
 from trace_lab.recipe import RecipeError, recipe
-from trace_lab.train import configuration, pipelines
 
 SMALL = {
     "act": {
@@ -217,7 +218,7 @@ def test_episodes_of_similar_length_come_together():
 
 def test_times_are_uniform_and_apart():
     usable = torch.tensor([7, 400, 1])
-    drawn = torch.stack([spread(usable, 4, torch.Generator().manual_seed(i)) for i in range(3000)])
+    drawn = torch.stack([spread(usable, 4, torch.Generator().manual_seed(i)).long() for i in range(3000)])
     assert (drawn >= 0).all()
     assert (drawn < usable[:, None]).all()
     counts = drawn[:, 0].flatten().bincount(minlength=7) / drawn[:, 0].numel()
@@ -276,3 +277,28 @@ def test_pictures_of_one_owner_are_changed_alike():
             if torch.equal(moved[0], picture[0][:, rows][:, :, cols]):
                 return
     pytest.fail("not a shift")
+
+
+@pytest.mark.parametrize("memory", ["trace", "none"])
+def test_frames_before_which_the_robot_rests_are_drawn_less_often(store, memory):
+    _, batches, before = ready(store, "act")
+    action = store.columns[ACTION].clone()
+    try:
+        store.columns[ACTION] = torch.arange(len(action)).float()[:, None].repeat(1, action.shape[1])
+        store.columns[ACTION][5:30] = (
+            5.0  # in the first episode, of 40 frames; at 10 Hz frames 5 to 19 have a second of rest
+        )
+        asked = replace(batches.recipe, still=0.1, memory=memory, episodes=2, targets=8)
+        drawn = Batches(store, batches.config, before, asked, seed=3)
+    finally:
+        store.columns[ACTION] = action
+    counts = torch.zeros(2, 40)
+    for step in range(600):
+        episodes, times = drawn.targets(step)
+        counts.index_put_((episodes[:, None].expand_as(times), times), torch.ones(times.shape), accumulate=True)
+    share = counts[0] / counts[0, 20:].mean()  # the last second of an episode ends with its last action
+    resting = torch.zeros(40, dtype=torch.bool)
+    resting[5:20] = True
+    torch.testing.assert_close(share[resting].mean(), torch.tensor(0.1), atol=0.03, rtol=0)
+    torch.testing.assert_close(share[~resting & (torch.arange(40) < 39)].mean(), torch.tensor(1.0), atol=0.1, rtol=0)
+    assert (counts[1, 33:] == 0).all()

@@ -4,6 +4,7 @@ import json
 import threading
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 import torch
@@ -103,6 +104,26 @@ def test_each_step_after_what_it_needs_and_none_twice(tmp_path):
     assert nothing.begun == []
     assert run(plan(tmp_path, tasks=("Cable", "Medicine"), seeds=(0, 1, 2)), more := Fake()) == {}
     assert sorted(command[0] for command, _ in more.begun) == ["eval"] * 4 + ["train"] * 4
+
+
+def test_methods_with_act_share_an_encoder_that_is_trained_once(tmp_path):
+    methods = (("act", "none"), ("act", "trace"), ("diffusion", "trace"))
+    made, fake = replace(plan(tmp_path, tasks=("Cable", "Medicine"), methods=methods), encoder=4), Fake()
+    assert run(made, fake) == {}
+    trainings = [(command, ended) for command, ended in fake.begun if command[0] == "train"]
+    encoders = {Fake.text(c, "--out"): c for c, _ in trainings if Fake.text(c, "--out").endswith("encoder")}
+    assert len(encoders) == 2
+    assert all("steps=4" in command and "backbone=frozen" not in command for command in encoders.values())
+    for command, ended in trainings:
+        if Fake.text(command, "--out") in encoders:
+            continue
+        assert ("--start" in command) == ("backbone=frozen" in command) == ("diffusion" not in command)
+        if "--start" in command:
+            start = Fake.text(command, "--start")
+            assert encoders[start] in ended
+            assert encoders[start][1] == command[1]  # the same data
+    assert made.made("act", "trace").backbone == "frozen"
+    assert made.made("diffusion", "trace").backbone == "trained"
 
 
 def test_a_failure_is_told_and_only_what_needs_it_is_left(tmp_path):

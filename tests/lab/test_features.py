@@ -1,19 +1,25 @@
 """An encoder that is not trained: fitted to the pictures, used once on each, and what is learnt from it is the same."""
 
+import json
+
 import pytest
 import torch
 from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from rich.console import Console
 from safetensors.torch import load_file
 from torchvision.models import resnet18
 from torchvision.ops import FrozenBatchNorm2d
 
 from lerobot_policy_trace.backbone import calibrate
+from lerobot_policy_trace.capturing import Flat
 from trace_lab import features
 from trace_lab.features import LOOKS, Features
 from trace_lab.frames import FramesError, open_dataset, open_frames
+from trace_lab.policy import cameras
 from trace_lab.recipe import RecipeError, recipe
-from trace_lab.train import Training, cameras, run_training
+from trace_lab.run import RunError
+from trace_lab.train import Training, run_training
 
 SMALL = {
     "backbone": "frozen", "steps": 4, "episodes": 2, "targets": 3, "checkpoint": 2, "policy.dim_model": 32,
@@ -27,10 +33,10 @@ def made(memory: str = "trace", **changes):
     return recipe("tiny", "act", memory, SMALL | changes)
 
 
-def begin(dataset, memory: str = "trace", **changes) -> Training:
+def begin(dataset, memory: str = "trace", start=None, **changes) -> Training:
     asked, meta = made(memory, **changes), open_dataset(dataset)
     store = open_frames(meta, "cpu", cameras=cameras(asked, meta))
-    return Training.begin(asked, 0, store, Accelerator(cpu=True), Console(quiet=True))
+    return Training.begin(asked, 0, store, Accelerator(cpu=True), Console(quiet=True), start)
 
 
 def test_normalisations_get_the_statistics_of_pictures():
@@ -128,3 +134,70 @@ def test_maps_that_do_not_fit_are_refused(dataset, monkeypatch):
     monkeypatch.setattr(features, "memory", lambda: 1000)
     with pytest.raises(FramesError, match=r"frozen needs .* GB for the feature maps of .* frames, 1 looks each"):
         begin(dataset)
+
+
+@pytest.mark.parametrize(("memory", "vae"), [("none", "true"), ("trace", "true"), ("trace", "false")])
+def test_what_would_be_captured_is_the_policys_own_forward(dataset, memory, vae):
+    training = begin(dataset, memory, **{"policy.use_vae": vae == "true", "policy.dropout": 0.0})
+    policy, flat, used = training.policy, Flat(training.policy), []
+
+    def network(batch):
+        used.append(batch)
+        actions, *latent = flat(*flat.given(batch))
+        return actions, tuple(latent) or (None, None)
+
+    losses = []
+    for each in (None, network):
+        policy.network = each
+        policy.zero_grad()
+        torch.manual_seed(0)
+        loss = policy(next(training.batches.at(0))[0])[0]
+        loss.backward()
+        losses.append((loss.detach(), [p.grad.clone() for p in policy.parameters() if p.grad is not None]))
+    assert used
+    assert "forward" not in policy.model.__dict__
+    torch.testing.assert_close(*losses)
+
+
+def test_a_policy_starts_where_a_trained_one_ended(dataset, tmp_path):
+    quiet = Console(quiet=True)
+    run_training(dataset, tmp_path / "plain", made("none", backbone="trained"), 0, device="cpu", console=quiet)
+    weights = load_file(tmp_path / "plain" / "checkpoints" / "last" / "pretrained_model" / "model.safetensors")
+    begun = begin(dataset, start=tmp_path / "plain" / "checkpoints" / "last" / "pretrained_model").policy.state_dict()
+    assert {name for name in begun if not name.startswith("recall.")} == set(weights)
+    assert all(
+        torch.equal(begun[name], x) for name, x in weights.items()
+    )  # an encoder that has learnt is not fitted anew
+    run_training(dataset, tmp_path / "more", made(), 0, device="cpu", console=quiet, start=tmp_path / "plain")
+    note = json.loads((tmp_path / "more" / "run.json").read_text())["asked"]["start"]
+    assert note["step"] == 4
+    assert note["asked"]["recipe"]["memory"] == "none"
+    with pytest.raises(RunError, match=r"other settings \(start was"):
+        run_training(dataset, tmp_path / "more", made(), 0, device="cpu", console=quiet)
+    with pytest.raises(RunError, match=r"another policy|do not fit"):
+        begin(
+            dataset, start=tmp_path / "plain" / "checkpoints" / "last" / "pretrained_model", **{"policy.dim_model": 16}
+        )
+    with pytest.raises(RunError, match="no run with a checkpoint"):
+        run_training(dataset, tmp_path / "x", made(), 0, device="cpu", console=quiet, start=tmp_path / "nowhere")
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a GPU")
+@pytest.mark.parametrize(
+    ("memory", "backbone"), [("none", "frozen"), ("none", "trained"), ("trace", "frozen"), ("gru", "frozen")]
+)
+def test_captured_it_learns_the_same(dataset, memory, backbone):
+    AcceleratorState._reset_state(reset_partial_state=True)  # other tests have asked for the CPU
+    asked, meta = (
+        made(memory, **{"policy.dropout": 0.0, "memory.dropout": 0.0, "precision": "float32", "backbone": backbone}),
+        open_dataset(dataset),
+    )
+    store = open_frames(meta, "cuda", cameras=cameras(asked, meta))
+    found = []
+    for captured in (True, False):
+        training = Training.begin(asked, 0, store, Accelerator(), Console(quiet=True))
+        assert training.policy.network is not None
+        if not captured:
+            training.policy.network = None
+        found.append([float(training.update()["loss"]) for _ in range(4)])
+    assert found[0] == pytest.approx(found[1], rel=1e-3)

@@ -14,8 +14,8 @@ from lerobot.datasets.lerobot_dataset import LeRobotDataset
 
 from trace_lab import frames
 from trace_lab.frames import FramesError, changes, fingerprint, open_dataset, open_frames
+from trace_lab.policy import configuration, pipelines
 from trace_lab.recipe import recipe
-from trace_lab.train import configuration, pipelines
 
 CAMERA = "observation.images.left_wrist"
 SMALL = {

@@ -42,14 +42,15 @@ def test_the_whole_step_is_algorithm_1(form, anchor):
         form.get("gate", ""), lambda x: (1.05 * torch.sigmoid(x) - 0.05).clamp_min(0)
     )
     bound = (lambda x: x) if form else (lambda x: x / torch.sqrt(1 + (x / 10) ** 2))
+    level = (lambda x: x) if form else (lambda x: (x - x.mean()) / torch.sqrt(x.var(correction=0) + 1e-5))
     M = torch.zeros(4, 16, dtype=torch.float64)
     before = torch.zeros(memory.signature.dim, dtype=torch.float64)
     states = (path - n.state_mean) / n.state_std
     for t in range(T):
         xi = pysiglib.sig(states[: t + 1].clone(), 3) if t else torch.zeros_like(before)
         delta, before = xi - before, xi
-        g = two_layers(keys.phi_g, bound((xi - n.xi_mean) / n.xi_std))
-        dg = two_layers(keys.phi_delta, bound((delta - n.delta_mean) / n.delta_std))
+        g = level(two_layers(keys.phi_g, bound((xi - n.xi_mean) / n.xi_std)))
+        dg = level(two_layers(keys.phi_delta, bound((delta - n.delta_mean) / n.delta_std)))
         q = torch.cat([g, dg, contents[0]] if anchor else [g, dg])
         rho = two_layers(keys.phi_rho, q)
         u = two_layers(slots.phi_w, torch.cat([contents[t], q]))

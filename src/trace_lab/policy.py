@@ -1,0 +1,90 @@
+"""The policy that a recipe asks for, on a dataset: its cameras, its configuration, its pipelines, and the weights it starts
+with. Training it is `train`'s matter.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from lerobot.configs import FeatureType, PolicyFeature
+from lerobot.configs.policies import PreTrainedConfig
+from lerobot.policies.factory import make_pre_post_processors
+from lerobot.utils.constants import ACTION, IMAGENET_STATS
+from safetensors.torch import load_file
+
+import lerobot_policy_trace  # noqa: F401  (registers the policies)
+from lerobot_policy_trace.configuration_trace import MemoryOptions
+from trace_lab.recipe import Recipe, RecipeError
+from trace_lab.run import RunError
+
+
+def cameras(made: Recipe, meta: Any) -> list[str]:
+    """The dataset's cameras that a recipe asks for; "overhead" is short for "observation.images.overhead"."""
+    have = list(meta.camera_keys)
+    if made.cameras == "all":
+        return have
+    short = {name.removeprefix("observation.images."): name for name in have}
+    asked = [name.strip().removeprefix("observation.images.") for name in made.cameras.split(",")]
+    if strange := [name for name in asked if name not in short]:
+        raise RecipeError(f"cameras: got {', '.join(strange)}, expected all, or some of {', '.join(short)}")
+    return [name for key, name in short.items() if key in asked]
+
+
+def configuration(made: Recipe, meta: Any, device: str) -> Any:
+    """The plug-in's configuration for a dataset."""
+    inputs = {}
+    for name, feature in meta.features.items():
+        if name in cameras(made, meta):
+            height, width, colours = feature["shape"]
+            inputs[name] = PolicyFeature(FeatureType.VISUAL, (colours, height, width))
+        elif name == "observation.state":
+            inputs[name] = PolicyFeature(FeatureType.STATE, tuple(feature["shape"]))
+        elif name == "observation.environment_state":
+            inputs[name] = PolicyFeature(FeatureType.ENV, tuple(feature["shape"]))
+    output = {ACTION: PolicyFeature(FeatureType.ACTION, tuple(meta.features[ACTION]["shape"]))}
+    rates: dict[str, Any] = {"optimizer_lr": made.lr}
+    if made.policy == "act":
+        rates["optimizer_lr_backbone"] = made.backbone_lr
+    memory_rates = {"lr": made.memory_lr, "adapter_lr": made.memory_lr}
+    kind = PreTrainedConfig.get_choice_class(f"trace_{made.policy}")
+    try:
+        memory = MemoryOptions(name=made.memory, **(memory_rates | made.memory_options))
+        config: Any = kind(
+            input_features=inputs,
+            output_features=output,
+            device=device,
+            push_to_hub=False,
+            memory=memory,
+            **(rates | made.policy_options),
+        )
+        config.validate_features()
+        if made.scan == "budget" and memory.update_every != 1:
+            raise ValueError(f"memory.update_every: got {memory.update_every}, expected 1 with the budget scan")
+    except (TypeError, ValueError) as error:
+        raise RecipeError(f"{made.policy} with memory {made.memory}: {error}") from error
+    return config
+
+
+def take_over(policy: Any, folder: Path) -> None:
+    """Gives a policy the weights of a trained one; a memory, which that one need not have, stays as it is."""
+    weights = load_file(folder / "model.safetensors")
+    try:
+        missing, strange = policy.load_state_dict(
+            {name: x for name, x in weights.items() if not name.startswith("recall.")}, strict=False
+        )
+    except RuntimeError as error:  # sizes
+        raise RunError(f"start: {folder}: its weights do not fit. {' '.join(str(error).split())[:300]}") from error
+    absent = [name for name in missing if not name.startswith("recall.")]
+    if absent or strange:
+        raise RunError(
+            f"start: {folder} is another policy: it lacks {len(absent)} weights ({', '.join(absent[:2])}) and has "
+            f"{len(strange)} more ({', '.join(strange[:2])})"
+        )
+
+
+def pipelines(config: Any, meta: Any) -> tuple[Any, Any]:
+    """The policy's own pre- and postprocessor, with ImageNet's statistics for pictures, as lerobot-train makes them."""
+    stats = {name: dict(values) for name, values in meta.stats.items()}
+    for name in config.image_features:
+        stats[name] |= {kind: torch.tensor(value) for kind, value in IMAGENET_STATS.items()}
+    return make_pre_post_processors(config, dataset_stats=stats)
