@@ -155,16 +155,24 @@ class Batches:
         if self.whole:
             yield from self._pieces(step, episodes, times, longest)
             return
-        rows = self.store.starts[episodes] + times[:, 0]
+        first = self.store.starts[episodes]
+        rows = first + times[:, 0]
         if self.features is not None:
-            batch = self.prepare(self._stock(rows, rows[:, None], episodes))
-            yield batch | self._look(step, rows, torch.arange(len(rows), device=rows.device)), 1.0
+            seen = torch.maximum(rows[:, None] + self._past(), first[:, None])
+            batch = self.prepare(self._stock(rows, seen, episodes))
+            looks = self._look(step, seen, torch.arange(len(rows), device=rows.device))
+            several = isinstance(self.config, DiffusionConfig)
+            yield batch | {camera: x if several else x[:, -1] for camera, x in looks.items()}, 1.0
             return
         batch = self.store.sample(rows, episodes, self.config)
         for number, camera in enumerate(self.store.cameras):
             draw = generator(self.seed, step, self.share, number, 3)
             batch[camera] = self.augment(batch[camera], torch.arange(len(rows), device=rows.device), draw)
         yield self.prepare(batch), 1.0
+
+    def _past(self) -> Tensor:
+        """(s,): frames that the stock policy looks at, counted from the present one."""
+        return torch.arange(1 - int(self.config.n_obs_steps), 1, device=self.store.device)
 
     def _look(self, step: int, rows: Tensor, owner: Tensor) -> dict[str, Any]:
         """Pictures of these frames, or what stands for them; the same light for what has the same owner."""
@@ -206,8 +214,7 @@ class Batches:
             row, target = row.new_zeros(1), (lengths[:1] - 1).clamp_max(begin)  # it may be over already
         at = torch.arange(begin, end, every, device=device)  # the memory takes in these
         written = first + torch.minimum(at, lengths[:, None] - 1)  # (E, T), rows of the store
-        before = torch.arange(1 - int(self.config.n_obs_steps), 1, device=device)
-        seen = first[row] + (target[:, None] + before).clamp_min(0)  # (N, s): the stock policy looks at these
+        seen = first[row] + (target[:, None] + self._past()).clamp_min(0)  # (N, s): the stock policy looks at these
         rows, where = torch.cat([written.flatten(), seen.flatten()]).unique(return_inverse=True)
         batch = self._stock(first[row, 0] + target, seen, episodes[row])
         pictures = self._look(step, rows, torch.searchsorted(store.ends, rows, right=True))

@@ -75,15 +75,16 @@ class Plan:
     size: int
     episodes: int
     data: Path
-    encoder: int = 0  # updates of the ACT whose encoder all methods with ACT share
+    encoder: int = 0  # updates of the stock policy whose encoder all methods with it share
 
-    def settings(self, policy: str) -> tuple[str, ...]:
-        """NAME=VALUE of a policy's trainings."""
-        return (*self.changes, "backbone=frozen") if self.encoder and policy == "act" else self.changes
+    @property
+    def settings(self) -> tuple[str, ...]:
+        """NAME=VALUE of every method's training."""
+        return (*self.changes, "backbone=frozen") if self.encoder else self.changes
 
     def made(self, policy: str, memory: str) -> Recipe:
         """How a method is trained; the same for all but for the method itself."""
-        return recipe(self.preset, policy, memory, parse(self.settings(policy)))
+        return recipe(self.preset, policy, memory, parse(self.settings))
 
     @property
     def fixed(self) -> dict[str, Any]:
@@ -125,8 +126,8 @@ def steps_of(plan: Plan, workers: int) -> list[Step]:
                 lambda data=data: collected(data),  # type: ignore[misc]
             )
         )
-        if plan.encoder and any(policy == "act" for policy, _ in plan.methods):
-            steps.append(encoder(plan, task))
+        if plan.encoder:
+            steps += [encoder(plan, task, policy) for policy in dict.fromkeys(policy for policy, _ in plan.methods)]
         for policy, memory in plan.methods:
             for seed in plan.seeds:
                 steps += cell(plan, task, policy, memory, seed, workers)
@@ -141,27 +142,23 @@ def training(plan: Plan, task: str, run: Run, policy: str, memory: str, seed: in
     )
 
 
-def encoder(plan: Plan, task: str) -> Step:
-    """Training of the ACT with whose weights every method with ACT begins."""
-    run = Run(plan.out / task.lower() / "encoder")
-    command = (*training(plan, task, run, "act", "none", 0), "--set", *plan.changes, f"steps={plan.encoder}")
-    return Step(f"{task}: encoder", "train", command, plan.encoder, lambda: trained(run), f"{task}: collect")
+def encoder(plan: Plan, task: str, policy: str) -> Step:
+    """Training of the stock policy with whose weights every method with it begins."""
+    run = Run(plan.out / task.lower() / "encoder" / policy)
+    command = (*training(plan, task, run, policy, "none", 0), "--set", *plan.changes, f"steps={plan.encoder}")
+    return Step(f"{task}: {policy} encoder", "train", command, plan.encoder, lambda: trained(run), f"{task}: collect")
 
 
 def cell(plan: Plan, task: str, policy: str, memory: str, seed: int, workers: int) -> list[Step]:
     """Training and evaluation of one method on one task with one seed."""
     name = f"{task}: {policy}+{memory}, seed {seed}"
     run = Run(plan.out / task.lower() / f"{policy}+{memory}" / f"seed{seed}")
-    shared = bool(plan.encoder) and policy == "act"
-    settings = plan.settings(policy)
-    train = (
-        *training(plan, task, run, policy, memory, seed),
-        *(("--start", str(plan.out / task.lower() / "encoder")) if shared else ()),
-        *(("--set", *settings) if settings else ()),
-    )
+    start = ("--start", str(plan.out / task.lower() / "encoder" / policy)) if plan.encoder else ()
+    settings = ("--set", *plan.settings) if plan.settings else ()
+    train = (*training(plan, task, run, policy, memory, seed), *start, *settings)
     place = run.folder / "evaluation" / task
     evaluate = ("eval", str(run.folder), "--task", task, "--episodes", str(plan.episodes), "--workers", str(workers))
-    needs = f"{task}: encoder" if shared else f"{task}: collect"
+    needs = f"{task}: {policy} encoder" if plan.encoder else f"{task}: collect"
     return [
         Step(name, "train", train, plan.made(policy, memory).steps, lambda: trained(run), needs),
         Step(f"{name}, evaluation", "eval", evaluate, plan.episodes, lambda: evaluated(place), name),
@@ -262,7 +259,7 @@ def fit(plan: Plan, out: Path, console: Console) -> int:
             if failed := work(steps, runner, out, console):
                 raise CompareError(f"{task} could not be collected: {last_words(next(iter(failed.values())))}")
         policy, memory = plan.methods[-1]
-        names = [f"preset={plan.preset}", f"policy={policy}", f"memory={memory}", *plan.settings(policy)]
+        names = [f"preset={plan.preset}", f"policy={policy}", f"memory={memory}", *plan.settings]
         with console.status(f"measuring how many trainings at once are fastest here (kept in {note})"):
             rows = packing.measure(plan.data / task.lower(), settings=names)
         write_json(note, {"device": device, "settings": names, "rows": [vars(row) for row in rows]})
@@ -338,8 +335,8 @@ def compare(
         demonstrations: episodes a task; the paper's numbers if not said.
         size: width and height of the pictures, pixels.
         episodes: held-out rollouts of each trained policy.
-        encoder: if not 0, ACT is trained for so many updates on each task first, once; all methods with ACT begin with its
-            weights, and the encoder stays as it is then. Much faster than an encoder for each.
+        encoder: if not 0, each stock policy is trained for so many updates on each task first, once; all methods with it
+            begin with its weights, and the encoder stays as it is then. Much faster than an encoder for each.
         data: folder of the datasets; out/data if not said. Collections that are there are used.
         runner: ray (this machine, or a cluster), or here: processes of this machine, without Ray.
         address: of a Ray cluster whose machines share these folders; a Ray of our own if not said.

@@ -43,9 +43,14 @@ def encode(
     """Freezes the policy's encoder, fits it to the pictures if it has learnt nothing yet, and uses it on all of them."""
     if not policy.backbones:
         raise RecipeError("backbone: got frozen, but the policy has no pictures")
+    if getattr(policy.config, "crop_shape", None) is not None and policy.config.crop_is_random:
+        raise RecipeError(
+            f"backbone: got frozen, but pictures are cropped anew each time (policy.crop_shape={policy.config.crop_shape}); "
+            "expected policy.crop_shape=null, or policy.crop_is_random=false"
+        )
     policy.backbone_frozen = True
     for backbone in policy.backbones:
-        backbone.requires_grad_(requires_grad=False)
+        backbone.eval().requires_grad_(requires_grad=False)
 
     def pictures(rows: Tensor, augment: Augment, look: int) -> list[Tensor]:
         owner = torch.searchsorted(store.ends, rows, right=True)

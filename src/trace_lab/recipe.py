@@ -62,10 +62,9 @@ class Recipe:
         known("memory", self.memory, list(MEMORIES))
         known("scan", self.scan, SCANS)
         known("backbone", self.backbone, BACKBONES)
-        if self.backbone == "frozen" and (self.policy != "act" or self.scan != "episode"):
+        if self.backbone == "frozen" and self.scan != "episode":
             raise RecipeError(
-                f"backbone: got frozen with {self.policy} and the {self.scan} scan, expected act and episode: Diffusion "
-                "Policy crops its pictures anew each time, and the budget scan takes them as they are"
+                f"backbone: got frozen with the {self.scan} scan, which takes pictures; expected scan=episode"
             )
         known("precision", self.precision, ("auto", "bf16", "float32"))
         for name, least in {"steps": 1, "episodes": 1, "targets": 1, "truncate": 0, "warmup": 0, "shift": 0}.items():

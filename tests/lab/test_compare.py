@@ -106,24 +106,24 @@ def test_each_step_after_what_it_needs_and_none_twice(tmp_path):
     assert sorted(command[0] for command, _ in more.begun) == ["eval"] * 4 + ["train"] * 4
 
 
-def test_methods_with_act_share_an_encoder_that_is_trained_once(tmp_path):
+def test_methods_share_an_encoder_that_is_trained_once(tmp_path):
     methods = (("act", "none"), ("act", "trace"), ("diffusion", "trace"))
     made, fake = replace(plan(tmp_path, tasks=("Cable", "Medicine"), methods=methods), encoder=4), Fake()
     assert run(made, fake) == {}
     trainings = [(command, ended) for command, ended in fake.begun if command[0] == "train"]
-    encoders = {Fake.text(c, "--out"): c for c, _ in trainings if Fake.text(c, "--out").endswith("encoder")}
-    assert len(encoders) == 2
+    encoders = {Fake.text(c, "--out"): c for c, _ in trainings if "--start" not in c}
+    assert len(encoders) == 4
     assert all("steps=4" in command and "backbone=frozen" not in command for command in encoders.values())
-    for command, ended in trainings:
-        if Fake.text(command, "--out") in encoders:
-            continue
-        assert ("--start" in command) == ("backbone=frozen" in command) == ("diffusion" not in command)
-        if "--start" in command:
-            start = Fake.text(command, "--start")
-            assert encoders[start] in ended
-            assert encoders[start][1] == command[1]  # the same data
+    methods = [(command, ended) for command, ended in trainings if Fake.text(command, "--out") not in encoders]
+    assert len(methods) == 6
+    for command, ended in methods:
+        start = encoders[Fake.text(command, "--start")]
+        assert start in ended
+        assert start[1] == command[1]  # the same data
+        assert Fake.text(start, "--policy") == Fake.text(command, "--policy")
+        assert Fake.text(start, "--memory") == "none"
+        assert "backbone=frozen" in command
     assert made.made("act", "trace").backbone == "frozen"
-    assert made.made("diffusion", "trace").backbone == "trained"
 
 
 def test_a_failure_is_told_and_only_what_needs_it_is_left(tmp_path):
