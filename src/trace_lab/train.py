@@ -68,6 +68,7 @@ class Training:
         accelerator: Accelerator,
         console: Console | None = None,
         start: Path | None = None,
+        cache: Path | None = None,
     ) -> "Training":
         """At update 0, with the weights of a trained policy if there is one to start from."""
         device = accelerator.device
@@ -82,7 +83,8 @@ class Training:
         features = None
         if made.backbone == "frozen":
             learnt = start is not None or config.pretrained_backbone_weights is not None
-            features = encode(policy, store, before, made, seed, console or Console(stderr=True), learnt=learnt)
+            console = console or Console(stderr=True)
+            features = encode(policy, store, before, made, console, learnt=learnt, cache=cache)
         else:
             for backbone in policy.backbones:
                 quicken(backbone)
@@ -280,7 +282,7 @@ def run_training(
         store = open_frames(
             meta, accelerator.device, cameras=cameras(made, meta), place=frames, cache=cache, console=console
         )
-        training = Training.begin(made, seed, store, accelerator, console, start)
+        training = Training.begin(made, seed, store, accelerator, console, start, cache)
         if main:
             run.begin(asked)
         accelerator.wait_for_everyone()
@@ -345,7 +347,8 @@ def train(
             this one begins, all but the memory's.
         device: auto, cpu or cuda.
         frames: where decoded pictures are kept: gpu, ram, file, or auto, the nearest that has room.
-        cache: a folder in which decoded pictures stay, for several runs on one dataset.
+        cache: a folder in which decoded pictures stay, for several runs on one dataset; and feature maps, where the encoder
+            is frozen, for those with the same encoder.
         json_: print the result as JSON.
     """
     console = Console(stderr=json_)

@@ -14,7 +14,7 @@ from torchvision.ops import FrozenBatchNorm2d
 from lerobot_policy_trace.backbone import calibrate
 from lerobot_policy_trace.capturing import Flat
 from trace_lab import features
-from trace_lab.features import LOOKS, Features
+from trace_lab.features import LOOKS, Encoding, Features
 from trace_lab.frames import FramesError, open_dataset, open_frames
 from trace_lab.policy import cameras
 from trace_lab.recipe import RecipeError, recipe
@@ -39,10 +39,10 @@ def made(memory: str = "trace", policy: str = "act", **changes):
     return recipe("tiny", policy, memory, {"act": SMALL, "diffusion": DIFFUSION}[policy] | changes)
 
 
-def begin(dataset, memory: str = "trace", start=None, **changes) -> Training:
+def begin(dataset, memory: str = "trace", start=None, cache=None, seed: int = 0, **changes) -> Training:
     asked, meta = made(memory, **changes), open_dataset(dataset)
     store = open_frames(meta, "cpu", cameras=cameras(asked, meta))
-    return Training.begin(asked, 0, store, Accelerator(cpu=True), Console(quiet=True), start)
+    return Training.begin(asked, seed, store, Accelerator(cpu=True), Console(quiet=True), start, cache)
 
 
 def test_normalisations_get_the_statistics_of_pictures():
@@ -135,6 +135,26 @@ def test_what_makes_no_sense_is_named(dataset):
         "observation.images.overhead",
         "observation.images.left_wrist",
     ]
+
+
+def test_runs_with_the_same_encoder_share_a_cache(dataset, tmp_path, monkeypatch):
+    first = begin(dataset, cache=tmp_path, jitter=0.2)
+    alone = begin(dataset, jitter=0.2)
+    called, maps = [], Encoding.maps
+    monkeypatch.setattr(Encoding, "maps", lambda self: called.append(1) or maps(self))
+    second = begin(dataset, "gru", cache=tmp_path, jitter=0.2)
+    assert not called
+    for each in (first, second):
+        assert torch.equal(each.batches.features.maps["observation.images.overhead"],
+                           alone.batches.features.maps["observation.images.overhead"])  # fmt: skip
+    for changes in ({"seed": 1, "jitter": 0.2}, {"jitter": 0.1}):  # another encoder, another augmentation
+        called.clear()
+        begin(dataset, cache=tmp_path, **changes)
+        assert called
+    monkeypatch.setattr(features, "save_file", lambda *_: (_ for _ in ()).throw(OSError("No space left on device")))
+    with pytest.raises(FramesError, match=r"could not be written \(No space left"):
+        begin(dataset, cache=tmp_path, seed=2)
+    assert not list((tmp_path / "features").glob("*.tmp"))
 
 
 def test_maps_that_do_not_fit_are_refused(dataset, monkeypatch):
