@@ -66,10 +66,11 @@ class GraphedAct:
     def __call__(self, batch: dict[str, Any]) -> tuple[Tensor, tuple[Tensor | None, Tensor | None]]:
         """As ACT's forward, in the tensors of the last call."""
         given = self.flat.given(batch)
-        for x, like in zip(given, self.example, strict=True):
+        names = (OBS_STATE, ACTION, PAD, *self.flat.policy.config.image_features, *Readout._fields)
+        for name, x, like in zip(names, given, self.example, strict=False):
             if (x.shape, x.dtype, x.device) != (like.shape, like.dtype, like.device):
                 raise ValueError(
-                    f"batch: {tuple(x.shape)} {x.dtype} on {x.device}, expected {tuple(like.shape)} {like.dtype} on "
+                    f"{name}: {tuple(x.shape)} {x.dtype} on {x.device}, expected {tuple(like.shape)} {like.dtype} on "
                     f"{like.device} as captured"
                 )
         actions, *latent = self.captured(*given)

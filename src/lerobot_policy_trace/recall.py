@@ -18,6 +18,8 @@ from lerobot_policy_trace.paths import Paths
 from trace_memory.config import build
 from trace_memory.normalise import Moments, Normaliser
 
+FORM = 1  # 1: content and keys are normalised
+
 
 class Content(nn.Module):
     """e_t = [v, p]: the backbone's maps pooled over space and cameras, and an embedding of the standardised state. Both are
@@ -51,9 +53,22 @@ class Recall(nn.Module):
         self.memory = build(config)
         self.adapter: nn.Module = nn.Identity()
         self.register_buffer("frames", torch.zeros((), dtype=torch.int64))  # states the statistics are of; 0: none yet
+        self.register_buffer("form", torch.tensor(FORM))  # what the weights are weights of
         self.width, self.weights, self.every = config.width, config.auxiliary_weights, options.update_every
 
     frames: Tensor
+    form: Tensor
+
+    def _load_from_state_dict(self, state: dict[str, Any], prefix: str, *rest: Any) -> None:
+        """Refuses weights of another form, whatever `strict` says: they would load, and compute something else."""
+        found = state.get(f"{prefix}form")
+        if any(name.startswith(prefix) for name in state) and (found is None or int(found) != FORM):
+            errors: list[str] = rest[-1]
+            errors.append(
+                f"{prefix}form: got {0 if found is None else int(found)}, expected {FORM}: weights of a memory whose "
+                "content and keys were not normalised (CHANGELOG). Train anew, or use the version that made them"
+            )
+        super()._load_from_state_dict(state, prefix, *rest)
 
     @torch.no_grad()
     def fit(self, paths: Paths) -> None:

@@ -2,6 +2,7 @@
 number, so a training that was stopped goes on with the very batches it would have had.
 """
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -133,8 +134,11 @@ class Batches:
             episodes = self._turn(len(after), recipe.episodes, step, self.store.lengths)
             places = (after - own)[episodes][:, None] + spread(own[episodes], recipe.targets, draw)
         else:
-            turn = self._turn(max(1, int(after[-1])), recipe.batch, step)
-            places = turn[:, None] + torch.rand(len(turn), 1, generator=draw, dtype=torch.float64)
+            count = math.ceil(after[-1])
+            turn = self._turn(count, recipe.batch, step)
+            places = (turn[:, None] + torch.rand(len(turn), 1, generator=draw, dtype=torch.float64)) * (
+                after[-1] / count
+            )
             episodes = torch.searchsorted(after, places[:, 0], right=True).clamp_max(len(after) - 1)
         frames = torch.searchsorted(self.weight, places, right=True)
         times = frames - paths.starts[episodes][:, None]

@@ -259,7 +259,9 @@ def fit(plan: Plan, out: Path, console: Console) -> int:
             if failed := work(steps, runner, out, console):
                 raise CompareError(f"{task} could not be collected: {last_words(next(iter(failed.values())))}")
         policy, memory = plan.methods[-1]
-        names = [f"preset={plan.preset}", f"policy={policy}", f"memory={memory}", *plan.settings]
+        if plan.encoder:
+            memory = "none"  # the encoders' trainings are the largest
+        names = [f"preset={plan.preset}", f"policy={policy}", f"memory={memory}", *plan.changes]
         with console.status(f"measuring how many trainings at once are fastest here (kept in {note})"):
             rows = packing.measure(plan.data / task.lower(), settings=names)
         write_json(note, {"device": device, "settings": names, "rows": [vars(row) for row in rows]})

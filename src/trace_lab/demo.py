@@ -21,7 +21,7 @@ RECIPE: dict[str, Any] = {
     "targets": 8,
     "lr": 1e-3,
     "memory_lr": 1e-3,
-    "still": 0.25,  # more than half of an episode is waiting, and what matters is what ends it
+    "still": 0.25,  # more than half of an episode is waiting; what matters is what comes of it
     "checkpoint": 400,
     "policy.use_vae": "false",
     "policy.n_action_steps": 5,  # looks up twice a second: who acts for longer without looking leaves before the lamp

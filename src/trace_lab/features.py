@@ -25,6 +25,7 @@ from trace_lab.recipe import Recipe, RecipeError
 AT_ONCE = 128  # frames
 SAMPLE, PIXELS = 256, 4_000_000  # frames that the encoder is fitted to, and how many pixels they may have in all
 ROOM = 0.5  # share of the free memory that feature maps may take
+WAY = ("vision_backbone", "resize_shape", "crop_shape", "replace_final_stride_with_dilation")  # from picture to map
 LOOKS = 3  # with jitter or shift: as often each episode is encoded, the first time as it is
 
 
@@ -97,22 +98,28 @@ class Encoding:
             for name, x in backbone.state_dict().items():
                 found.update(name.encode())
                 found.update(x.detach().cpu().contiguous().numpy().tobytes())
+        config = self.policy.config
+        way = {name: getattr(config, name, None) for name in WAY} | {"normalisation": str(config.normalization_mapping)}
         rest = [fingerprint(Path(self.store.meta.root)), list(self.store.cameras), self.store.device.type, self.looks]
-        found.update(json.dumps([*rest, self.made.shift, self.made.jitter], sort_keys=True).encode())
+        found.update(json.dumps([*rest, self.made.shift, self.made.jitter, way], sort_keys=True).encode())
         return found.hexdigest()[:24]
+
+    def check(self, needed: int) -> None:
+        """Refuses maps of so many bytes if there is no room for them."""
+        device, count = self.store.device, int(self.store.ends[-1])
+        free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else memory()
+        if needed > ROOM * free:
+            raise FramesError(
+                f"backbone: frozen needs {needed / 1e9:.1f} GB for the feature maps of {count} frames, {self.looks} looks "
+                f"each; {free / 1e9:.1f} GB are there. Fewer cameras, no jitter, or smaller pictures"
+            )
 
     def maps(self) -> dict[str, Tensor]:
         """Maps of all looks at all frames."""
         store, looks, count = self.store, self.looks, int(self.store.ends[-1])
         kind = torch.float16 if store.device.type == "cuda" else torch.float32
         one = self.policy._encode(self.pictures(torch.zeros(1, dtype=torch.int64, device=store.device)))
-        needed = sum(x.numel() for x in one) * kind.itemsize * looks * count
-        free = torch.cuda.mem_get_info(store.device)[0] if store.device.type == "cuda" else memory()
-        if needed > ROOM * free:
-            raise FramesError(
-                f"backbone: frozen needs {needed / 1e9:.1f} GB for the feature maps of {count} frames, {looks} looks each; "
-                f"{free / 1e9:.1f} GB are there. Fewer cameras, no jitter, or smaller pictures"
-            )
+        self.check(sum(x.numel() for x in one) * kind.itemsize * looks * count)
         maps: dict[str, Tensor] = {}
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
         with Progress(*columns, console=self.console, transient=True) as progress:
@@ -166,6 +173,11 @@ def encode(
                 save_file(maps, new)
             except (OSError, SafetensorError) as error:
                 new.unlink(missing_ok=True)
-                raise FramesError(f"{kept}: feature maps could not be written ({error}); leave --cache out") from error
+                raise FramesError(f"{kept}: feature maps could not be written ({error}). Make room there") from error
             new.replace(kept)
-    return Features(load_file(kept, device=str(store.device)))
+            return Features(maps)
+    encoding.check(kept.stat().st_size)
+    try:
+        return Features(load_file(kept, device=str(store.device)))
+    except SafetensorError as error:
+        raise FramesError(f"{kept}: cannot be read ({error}). Remove it, and it is made anew") from error

@@ -38,7 +38,7 @@ class Recipe:
     episodes: int = 8  # episodes in a batch
     targets: int = 32  # targets of each
     still: float = (
-        1.0  # how often a frame is a target before which the robot rests for a second, as a share of the others
+        1.0  # how often a frame is a target after which the robot rests for a second, as a share of the others
     )
     truncate: int = 0  # frames after which the gradient through time is cut; 0 is never
     backbone: str = "trained"  # or "frozen": as it comes, every picture encoded once

@@ -102,22 +102,24 @@ class Training:
             if batches.whole and device.type == "cuda" and not made.truncate and shares == 1:
                 policy.captured = GraphedScans(policy.recall.memory, made.episodes, batches.lengths())
         begun = cls(made, seed, policy, model, optimizer, batches, accelerator, before, after)
-        always = made.policy == "act" and (
-            features is not None or made.memory == "none"
-        )  # the same work in every update
-        if always and device.type == "cuda" and not made.truncate and shares == 1:
+        same = features is not None or made.memory == "none"  # the same work in every update
+        plain = made.policy == "act" and not config.env_state_feature and not made.truncate
+        if same and plain and device.type == "cuda" and shares == 1:
             begun.capture()
         return begun
 
     def capture(self) -> None:
         """Captures the policy's network."""
         policy, readout = self.policy, None
-        batch, _ = next(self.batches.at(0))
-        with self.accelerator.autocast():
-            if policy.recall is not None:
-                with torch.no_grad():
-                    batch, readout = policy._scan_episodes(batch, {})
-            policy.network = GraphedAct(policy, batch, readout)
+        try:
+            batch, _ = next(self.batches.at(0))
+            with self.accelerator.autocast():
+                if policy.recall is not None:
+                    with torch.no_grad():
+                        batch, readout = policy._scan_episodes(batch, {})
+                policy.network = GraphedAct(policy, batch, readout)
+        except torch.OutOfMemoryError as error:
+            raise RunError(f"update 1: {str(error).split('. ')[0]}. {TOO_LARGE}") from error
 
     def update(self) -> dict[str, Any]:
         """One update. The metrics are tensors where the policy gives tensors: nobody need wait for them."""
@@ -243,7 +245,8 @@ def trained(folder: Path, data: dict[str, str]) -> tuple[Path, dict[str, Any]]:
         raise RunError(f"start: {folder} was trained on other data ({differ}): its normalisation would not fit")
     policy = run.checkpoint(done[-1]) / "pretrained_model"
     digest = hashlib.sha256((policy / "model.safetensors").read_bytes()).hexdigest()
-    return policy, {"asked": asked, "step": done[-1], "weights": digest}
+    told = {name: asked[name] for name in ("recipe", "seed", "start") if name in asked}
+    return policy, {"asked": told, "step": done[-1], "weights": digest}
 
 
 def run_training(

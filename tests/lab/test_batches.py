@@ -302,3 +302,16 @@ def test_frames_before_which_the_robot_rests_are_drawn_less_often(store, memory)
     torch.testing.assert_close(share[resting].mean(), torch.tensor(0.1), atol=0.03, rtol=0)
     torch.testing.assert_close(share[~resting & (torch.arange(40) < 39)].mean(), torch.tensor(1.0), atol=0.1, rtol=0)
     assert (counts[1, 33:] == 0).all()
+
+
+@pytest.mark.parametrize("memory", ["trace", "none"])
+def test_frames_that_the_policy_leaves_out_are_never_targets(store, memory):
+    _, batches, before = ready(store, "diffusion")
+    dropped = batches.config.drop_n_last_frames
+    assert dropped > 0
+    drawn = Batches(store, batches.config, before, replace(batches.recipe, still=0.3, memory=memory), seed=3)
+    seen = set()
+    for step in range(200):
+        episodes, times = drawn.targets(step)
+        seen |= set(zip(episodes[:, None].expand_as(times).flatten().tolist(), times.flatten().tolist(), strict=True))
+    assert seen == {(e, t) for e in (0, 1) for t in range(int(store.lengths[e]) - dropped)}

@@ -188,6 +188,7 @@ class _Context:
         (["--methods", "act+tarce"], "there is no 'tarce'; did you mean 'trace'?"),
         (["--preset", "small"], "preset: there is no 'small'"),
         (["--jobs", "0"], "jobs: got 0, expected 1 or more"),
+        (["--encoder", "-1"], "encoder: got -1, expected a number of updates"),
     ],
 )
 def test_unknown_names_are_told_with_the_nearest(tmp_path, capsys, words, expected):

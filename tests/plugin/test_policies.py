@@ -280,6 +280,31 @@ def test_finished_rows_do_not_make_the_others_predict(kind, dataset):
     assert len(calls) == 3  # twelve steps, four a chunk
 
 
+def test_content_keeps_its_size_whatever_training_does_to_it(dataset):
+    content = ours("act", dataset)[0].recall.content
+    with torch.no_grad():
+        content.vision.weight.mul_(100.0)
+        content.state.weight.mul_(0.01)
+    maps = [torch.randn(5, content.vision.in_features, 3, 3)]
+    v, p = content(maps, torch.randn(5, len(content.mean))).chunk(2, dim=-1)
+    for part in (v, p):
+        torch.testing.assert_close(part.mean(-1), torch.zeros(5), atol=1e-4, rtol=0)
+        torch.testing.assert_close(part.var(-1, correction=0), torch.ones(5), atol=0.05, rtol=0)
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_weights_from_before_contents_were_normalised_are_refused(dataset, strict):
+    policy, *_ = ours("act", dataset)
+    weights = policy.state_dict()
+    policy.load_state_dict(weights, strict=strict)
+    policy.load_state_dict(
+        {n: x for n, x in weights.items() if not n.startswith("recall.")}, strict=False
+    )  # a stock one's
+    del weights["recall.form"]
+    with pytest.raises(RuntimeError, match=r"recall\.form: got 0, expected 1"):
+        policy.load_state_dict(weights, strict=strict)
+
+
 def test_a_policy_can_be_copied_after_training(dataset):
     policy, prepare, meta = ours("act", dataset)
     batch = batch_at(dataset, policy.train(), prepare, meta, [5], torch.float32)
