@@ -384,7 +384,7 @@ def test_presets_build_and_rates_fall():
             assert made.rate(0) < made.rate(made.warmup)
             assert made.rate(made.warmup) == pytest.approx(1.0)
             assert made.rate(made.steps) == pytest.approx(0.1)
-    with pytest.raises(RecipeError, match=r"taught, jitter: got 0\.0"):
+    with pytest.raises(RecipeError, match=r"taught: got 0\.0, expected more than 0"):
         Recipe(taught=0.0)
 
 
