@@ -37,9 +37,7 @@ class Recipe:
     steps: int = 20_000  # updates
     episodes: int = 8  # episodes in a batch
     targets: int = 32  # targets of each
-    still: float = (
-        1.0  # how often a frame is a target after which the robot rests for a second, as a share of the others
-    )
+    still: float = 1.0  # how often a frame before a second of rest is a target, as a share of the others
     truncate: int = 0  # frames after which the gradient through time is cut; 0 is never
     backbone: str = "trained"  # or "frozen": as it comes, every picture encoded once
     taught: float = 1.0  # share of frames that teach the encoder what to write; they count more in exchange

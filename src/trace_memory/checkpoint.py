@@ -88,13 +88,17 @@ def load_memory(folder: Path) -> tuple[Memory, MemoryConfig]:
     except (OSError, json.JSONDecodeError) as error:
         raise CheckpointError(f"{file}: not readable JSON ({error})") from error
     config = config_from_dict(values, where=str(file))
-    memory = build(config)
+    memory, weights = build(config), folder / "model.safetensors"
     try:
-        memory.load_state_dict(load_file(folder / "model.safetensors"))
+        memory.load_state_dict(load_file(weights))
+        with safe_open(weights, framework="pt") as opened:
+            found = json.loads((opened.metadata() or {}).get("form", "{}"))
     except (RuntimeError, SafetensorError, OSError) as error:
-        raise CheckpointError(
-            f"{folder / 'model.safetensors'}: is missing or does not fit config.json: {error}"
-        ) from error
+        raise CheckpointError(f"{weights}: is missing or does not fit config.json: {error}") from error
+    form = json.loads(fingerprint(memory)["form"])
+    for name, module in memory.named_modules():  # the same weights in another form would compute something else
+        if type(module).__module__.startswith("trace_memory") and found.get(name) != form[name]:
+            raise CheckpointError(f"{weights}: {name or 'memory'} is {found.get(name)}, expected {form[name]}")
     return memory, config
 
 

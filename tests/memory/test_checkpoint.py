@@ -51,6 +51,15 @@ def test_a_memory_comes_back_with_its_statistics(tmp_path):
     assert {p.name for p in tmp_path.iterdir()} == {"config.json", "model.safetensors"}
 
 
+def test_weights_of_another_form_are_refused(tmp_path):
+    """They fit in shape: a version that does not normalise keys has the same ones."""
+    memory, *_ = scanned(SMALL)
+    memory.keys.level = False
+    save_memory(tmp_path, memory, SMALL)
+    with pytest.raises(CheckpointError, match=r"keys is .*'level': 'False'.*expected .*'level': 'True'"):
+        load_memory(tmp_path)
+
+
 @pytest.mark.parametrize("preset", PRESETS)
 def test_presets_survive_json(preset):
     assert config_from_dict(json.loads(json.dumps(PRESETS[preset].to_dict()))) == PRESETS[preset]
