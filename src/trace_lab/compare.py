@@ -196,11 +196,15 @@ def work(steps: list[Step], runner: Any, out: Path, console: Console) -> dict[st
         bars = {kind: bar(progress, kind, steps) for kind in ("collect", "train", "eval")}
         while waiting or running:
             collecting = any(step.kind == "collect" for step in running.values())
-            for step in list(waiting.values()):
+            for step in sorted(waiting.values(), key=lambda step: step.kind != "eval"):  # results before more trainings
                 if step.after in failed:
                     failed[step.name] = failed[step.after or ""]
                     del waiting[step.name]
-                elif step.after not in open_names and not (step.kind == "collect" and collecting):
+                elif (
+                    len(running) < runner.room
+                    and step.after not in open_names
+                    and not (step.kind == "collect" and collecting)
+                ):
                     collecting |= step.kind == "collect"  # it uses all cores: one at a time
                     running[runner.submit(step.command, log_of(out, step))] = waiting.pop(step.name)
             finished, _ = wait(running, timeout=POLL, return_when=FIRST_COMPLETED)

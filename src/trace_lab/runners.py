@@ -26,7 +26,7 @@ class Here(AbstractContextManager["Here"]):
     """So many processes on this machine."""
 
     def __init__(self, jobs: int, threads: int):
-        self.threads, self.pool = threads, ThreadPoolExecutor(jobs)
+        self.threads, self.pool, self.room = threads, ThreadPoolExecutor(jobs), jobs
 
     def submit(self, command: Sequence[str], log: Path) -> "Future[int]":
         """Begins a command when there is room; its exit code."""
@@ -42,7 +42,7 @@ class OnRay(AbstractContextManager["OnRay"]):
     def __init__(self, jobs: int, threads: int, address: str | None):
         import ray
 
-        self.ray, self.threads = ray, threads
+        self.ray, self.threads, self.room = ray, threads, sys.maxsize  # it has a queue of its own
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
         ray.init(address=address, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
         have = ray.cluster_resources()

@@ -1,14 +1,28 @@
-"""A scan captured in CUDA graphs: the same `Memory.scan`, launched once instead of kernel by kernel. For training batches of
-one fixed shape; the eager scan is its reference.
+"""A scan captured in CUDA graphs: the same `Memory.scan`, launched once instead of kernel by kernel, and with fewer kernels
+where it is fused. For training batches of one fixed shape; the eager scan is its reference.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from trace_memory.memory import Memory, Readout, Routing
+
+
+@contextmanager
+def fused(memory: Memory) -> Iterator[None]:
+    """Meanwhile a write to the memory's slots, if it has any, is compiled: small operations are joined."""
+    slots = getattr(memory, "slots", None)
+    if slots is not None:
+        slots.__dict__["write"] = torch.compile(slots.write, dynamic=False, fullgraph=True)
+    try:
+        yield
+    finally:
+        if slots is not None:
+            del slots.__dict__["write"]
 
 
 class _Flat(nn.Module):
@@ -28,17 +42,20 @@ class GraphedScan:
 
     Make it before, or after the end of, any eager forward through the same memory: capture fails while an autograd graph
     of the default stream is still alive. Like every captured callable it writes its readouts into the same tensors each
-    time, so use one forward and its backward before the next; and it does not look for NaN.
+    time, so use one forward and its backward before the next; and it does not look for NaN. `fuse` takes half a minute more.
     """
 
-    def __init__(self, memory: Memory, contents: Tensor, path: Tensor, valid: Tensor | None = None):
+    def __init__(
+        self, memory: Memory, contents: Tensor, path: Tensor, valid: Tensor | None = None, *, fuse: bool = False
+    ):
         if not contents.is_cuda:
             raise ValueError(f"contents: on {contents.device}, expected a CUDA device")
         self.memory, self.training = memory, memory.training
         self.mask = torch.ones(contents.shape[:2], dtype=torch.bool, device=contents.device) if valid is None else valid
         self.example = (contents.detach().clone(), path.detach().clone(), self.mask.clone())
         self.example[0].requires_grad_(contents.requires_grad)
-        self.captured: Any = torch.cuda.make_graphed_callables(_Flat(memory), self.example, allow_unused_input=True)
+        with fused(memory) if fuse else nullcontext():
+            self.captured: Any = torch.cuda.make_graphed_callables(_Flat(memory), self.example, allow_unused_input=True)
 
     def __call__(self, contents: Tensor, path: Tensor, valid: Tensor | None = None) -> Readout:
         """As `memory.scan(contents, path, valid)[1]`, in the tensors of the last call."""
@@ -59,7 +76,7 @@ class GraphedScan:
 class GraphedScans:
     """A captured scan for each of a few lengths, all with as many rows."""
 
-    def __init__(self, memory: Memory, rows: int, lengths: Sequence[int]):
+    def __init__(self, memory: Memory, rows: int, lengths: Sequence[int], *, fuse: bool = False):
         like = memory._like
         self.made: dict[int, GraphedScan] = {}
         for length in lengths:
@@ -67,7 +84,7 @@ class GraphedScans:
                 rows, length, memory.content, dtype=like.dtype, device=like.device, requires_grad=True
             )
             path = torch.randn(rows, length, memory.channels, dtype=like.dtype, device=like.device)
-            self.made[length] = GraphedScan(memory, contents, path)
+            self.made[length] = GraphedScan(memory, contents, path, fuse=fuse)
 
     def __call__(self, contents: Tensor, path: Tensor, valid: Tensor) -> Readout:
         """As `GraphedScan`; contents may be of half precision."""

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from trace_memory.keys import Keys
 from trace_memory.normalise import Normaliser
 from trace_memory.signature import Signature, SignatureState
-from trace_memory.slots import Drive, Slots
+from trace_memory.slots import Slots
 
 
 class MemoryInputError(ValueError):
@@ -319,8 +319,8 @@ class TraceMemory(Memory):
         maps = self.slots.maps()
         drive = self.slots.prepare(contents, key, maps)
         m, slots, omegas, betas = state.cells["slots"], [], [], []
-        for now, ok in zip(zip(*(x.unbind(1) for x in drive), strict=True), valid.unbind(1), strict=True):
-            written = self.slots.write(m, Drive(*now), maps)
+        for (now, its), ok in zip(self.slots.each(drive, maps), valid.unbind(1), strict=True):
+            written = self.slots.write(m, now, its)
             m = torch.where(ok[:, None, None], written.slots, m)
             slots.append(m)
             omegas.append(written.omega)

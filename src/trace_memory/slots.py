@@ -2,12 +2,13 @@
 
 `prepare` computes, for any number of steps at once, everything that does not depend on the slots; `write` is the one
 recurrent step; `read` looks at slots after writing. All three are used by step and scan alike, with the `maps` of the scan.
+`each` cuts a scan into steps whose weight gradients are computed together (`Layer`).
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float
@@ -34,8 +35,10 @@ class Maps(NamedTuple):
 
     route: Map  # rho -> W_K^T W_Q rho
     step: Map  # [u, rho] -> first layers of phi_m and phi_beta
-    slot: Map  # m_bar -> the rest of those
     query: Map  # phi_r's hidden layer -> W_K^r^T phi_r(e, rho)
+    slot: Map  # m_bar -> the rest of phi_m's and phi_beta's first layers
+    proposal: Map  # phi_m's last layer
+    strength: Map  # phi_beta's last layer
 
 
 class Written(NamedTuple):
@@ -44,6 +47,36 @@ class Written(NamedTuple):
     slots: Float[Tensor, "B K d"]
     omega: Float[Tensor, "B K"]
     beta: Float[Tensor, "B K C"]  # C = 1, or d for a gate per channel
+
+
+class _Together(torch.autograd.Function):
+    """A layer's bias at each of T steps, (T, ..., o). On the way back the gradients of all steps meet here, and with what
+    the layer was given, (T, ..., i), make its weight's in one product.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, biases: Tensor, given: list[Tensor]) -> Tensor:
+        ctx.given = given
+        return biases.clone()
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
+        return gradient.flatten(0, -2).T @ torch.stack(ctx.given).flatten(0, -2), gradient, None
+
+
+class Layer:
+    """A linear map at one of many steps: it remembers what it was given and leaves its weight's gradient for later."""
+
+    given: Tensor
+
+    def __init__(self, weight: Tensor, bias: Tensor):
+        self.weight, self.bias = weight, bias
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """The map."""
+        self.given = x.detach()
+        return F.linear(x, self.weight) + self.bias
 
 
 def slot_identity(count: int, width: int) -> Float[Tensor, "K d"]:
@@ -95,20 +128,24 @@ class Slots(nn.Module):
         if self.settled is not None:
             return Maps(**self.settled)
         d, both = self.width, (self.phi_m.first, self.phi_beta.first)
-        of_slot = torch.cat([first.weight[:, :d] for first in both])
         of_step, bias = torch.cat([first.weight[:, d:] for first in both]), torch.cat([first.bias for first in both])
         return Maps(
             route=lambda rho: self.W_Q(rho) @ self.W_K.weight,
             step=partial(F.linear, weight=of_step, bias=bias),
-            slot=partial(F.linear, weight=of_slot),
             query=lambda hidden: self.phi_r.last(hidden) @ self.W_K_read.weight,
+            slot=partial(F.linear, weight=torch.cat([first.weight[:, :d] for first in both])),
+            proposal=self.phi_m.last,
+            strength=self.phi_beta.last,
         )
 
     @torch.no_grad()
     def settle(self) -> None:
         """Makes each of the maps one layer, for deployment: what is trained or loaded afterwards would not be noticed."""
-        made, like = {}, self.eta
+        made, like = dict[str, nn.Module](), self.eta
         for name, f in self.maps()._asdict().items():
+            if isinstance(f, nn.Linear):
+                made[name] = f
+                continue
             width = {"step": 2 * self.width, "query": self.phi_r.last.in_features}.get(name, self.width)
             zero = f(like.new_zeros(1, width))
             layer = nn.Linear(width, zero.shape[1], device=like.device, dtype=like.dtype)
@@ -133,9 +170,31 @@ class Slots(nn.Module):
         omega = self.route(drive.route, m_bar)
         hidden = F.gelu(maps.slot(m_bar) + drive.hidden[:, None])
         for_m, for_beta = hidden.chunk(2, dim=-1)
-        proposal = torch.tanh(self.phi_m.last(for_m))
-        beta = omega[..., None] * self.gate(self.phi_beta.last(for_beta))
+        proposal = torch.tanh(maps.proposal(for_m))
+        beta = omega[..., None] * self.gate(maps.strength(for_beta))
         return Written(torch.lerp(m, proposal, beta.expand_as(m)), omega, beta)
+
+    def each(self, drive: Drive, maps: Maps) -> Iterator[tuple[Drive, Maps]]:
+        """What `write` needs at each step of a scan of (B, T) steps."""
+        steps = [Drive(*now) for now in zip(*(x.unbind(1) for x in drive), strict=True)]
+        if not torch.is_grad_enabled():
+            yield from ((now, maps) for now in steps)
+            return
+        both, shape = (self.phi_m.first, self.phi_beta.first), (len(steps), len(drive.u), self.count, -1)
+        of_slot = torch.cat([layer.weight[:, : self.width] for layer in both])
+        linear = {
+            "slot": (of_slot, of_slot.new_zeros(len(of_slot))),
+            "proposal": (self.phi_m.last.weight, self.phi_m.last.bias),
+            "strength": (self.phi_beta.last.weight, self.phi_beta.last.bias),
+        }
+        given: dict[str, list[Tensor]] = {name: [] for name in linear}
+        biases = [_Together.apply(w, b.expand(shape), given[name]).unbind() for name, (w, b) in linear.items()]
+        weights = [w.detach() for w, _ in linear.values()]
+        for now, here in zip(steps, zip(*biases, strict=True), strict=True):
+            layers = dict(zip(linear, map(Layer, weights, here), strict=True))
+            yield now, maps._replace(**layers)
+            for name, layer in layers.items():
+                given[name].append(layer.given)
 
     def read_weights(self, query: Float[Tensor, "*n d"], m: Float[Tensor, "*n K d"]) -> Float[Tensor, "*n K"]:
         """alpha. Eq. (slot_readout)."""

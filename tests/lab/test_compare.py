@@ -30,8 +30,8 @@ def plan(tmp_path, tasks=("Cable",), methods=(("act", "none"), ("act", "trace"))
 class Fake:
     """Does what the commands would leave behind, and notes when."""
 
-    def __init__(self, fail: str = ""):
-        self.pool, self.fail = ThreadPoolExecutor(4), fail
+    def __init__(self, fail: str = "", room: int = 4):
+        self.pool, self.fail, self.room = ThreadPoolExecutor(room), fail, room
         self.begun, self.ended, self.lock = [], [], threading.Lock()
 
     def submit(self, command, log) -> Future:
@@ -104,6 +104,13 @@ def test_each_step_after_what_it_needs_and_none_twice(tmp_path):
     assert nothing.begun == []
     assert run(plan(tmp_path, tasks=("Cable", "Medicine"), seeds=(0, 1, 2)), more := Fake()) == {}
     assert sorted(command[0] for command, _ in more.begun) == ["eval"] * 4 + ["train"] * 4
+
+
+def test_what_is_trained_is_evaluated_before_more_is_trained(tmp_path):
+    """So that a comparison that runs out of time has results of what it did."""
+    made, fake = plan(tmp_path, seeds=(0, 1)), Fake(room=1)
+    assert run(made, fake) == {}
+    assert [command[0] for command, _ in fake.begun] == ["collect", *["train", "eval"] * 4]
 
 
 def test_methods_share_an_encoder_that_is_trained_once(tmp_path):

@@ -33,23 +33,25 @@ def test_a_captured_step_streams_the_signature(kind, fade):
     torch.testing.assert_close(xi.cpu(), expected[:, -1], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("fuse", [False, True])
 @pytest.mark.parametrize("preset", ["paper", "default"])
-def test_a_captured_scan_equals_the_eager_one(preset):
-    """On fresh inputs and a mask, all fields and the gradient of the contents."""
+def test_a_captured_scan_equals_the_eager_one(preset, fuse):
+    """On fresh inputs and a mask, all fields and the gradients of the contents and of a weight used at every step."""
     torch.manual_seed(0)
     memory = build(PRESETS[preset]).cuda().eval()
     contents = torch.randn(4, 16, 1024, device="cuda", requires_grad=True)
-    captured = GraphedScan(memory, contents, walk(4, 16, 17).cuda())
+    captured = GraphedScan(memory, contents, walk(4, 16, 17).cuda(), fuse=fuse)
     for _ in range(2):
         contents = torch.randn(4, 16, 1024, device="cuda", requires_grad=True)
         path, valid = torch.randn(4, 16, 17, device="cuda").cumsum(1), torch.rand(4, 16, device="cuda") > 0.2
         found = captured(contents, path, valid)
-        (grad,) = torch.autograd.grad(found.z.square().sum(), contents)
+        wanted = (contents, memory.slots.phi_m.last.weight)
+        grads = torch.autograd.grad(found.z.square().sum(), wanted)
         eager = memory.scan(contents, path, valid)[1]
-        (expected,) = torch.autograd.grad(eager.z.square().sum(), contents)
+        expected = torch.autograd.grad(eager.z.square().sum(), wanted)
         for a, b in zip((*found[:5], *found.routing), (*eager[:5], *eager.routing), strict=True):
             torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
-        torch.testing.assert_close(grad, expected, rtol=1e-3, atol=1e-4)
+        torch.testing.assert_close(grads, expected, rtol=1e-3, atol=1e-4)
     memory.train()
     with pytest.raises(ValueError, match="training is True, expected False"):
         captured(contents, path, valid)

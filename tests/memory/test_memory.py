@@ -159,6 +159,27 @@ def test_gradients_reach_the_first_content(config):
     assert bool((grad[:, 0] != 0).any()) == remembers
 
 
+def test_gradients_of_a_scan_are_those_of_folded_steps(config):
+    """Of every weight and of the contents."""
+    memory = make(config)
+    contents, path, _ = data()
+    contents, path = contents[:, :9].requires_grad_(), path[:, :9]
+    wanted = [contents, *(p for p in memory.parameters())]
+
+    def gradients(readouts):
+        loss = sum((x * torch.linspace(-1, 1, x.shape[-1])).sum() for r in readouts for x in r[:4] if x.numel())
+        return torch.autograd.grad(loss + 0 * contents.sum(), wanted, allow_unused=True)
+
+    state, folded = memory.init(B), []
+    for t in range(9):
+        state, readout = memory.step(state, contents[:, t], path[:, t])
+        folded.append(readout)
+    for a, b in zip(gradients([memory.scan(contents, path)[1]]), gradients(folded), strict=True):
+        assert (a is None) == (b is None)
+        if a is not None:
+            torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-9)
+
+
 BAD = {
     "NaN state": ("robot_state: has a NaN", lambda c, p: (c, p * math.nan)),
     "infinite state": ("robot_state: has a NaN or infinite", lambda c, p: (c, p / 0)),
