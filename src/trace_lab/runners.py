@@ -14,7 +14,7 @@ from typing import Any
 def perform(command: Sequence[str], log: Path, threads: int) -> int:
     """Runs a command of ours as a process; what it says goes to a file. Also called on other machines."""
     log.parent.mkdir(parents=True, exist_ok=True)
-    environment = os.environ | {"OMP_NUM_THREADS": str(threads), "TERM": "dumb"}
+    environment = {"OMP_NUM_THREADS": str(threads)} | os.environ | {"TERM": "dumb"}  # who has set it meant it
     with log.open("a") as file:
         file.write(f"$ tracemem {' '.join(command)}\n")
         file.flush()
