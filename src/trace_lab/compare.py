@@ -143,7 +143,7 @@ def training(plan: Plan, task: str, run: Run, policy: str, memory: str, seed: in
 
 
 def encoder(plan: Plan, task: str, policy: str) -> Step:
-    """Training of the stock policy with whose weights every method with it begins."""
+    """Training of the stock policy whose encoder every method with it shares."""
     run = Run(plan.out / task.lower() / "encoder" / policy)
     command = (*training(plan, task, run, policy, "none", 0), "--set", *plan.changes, f"steps={plan.encoder}")
     return Step(f"{task}: {policy} encoder", "train", command, plan.encoder, lambda: trained(run), f"{task}: collect")
@@ -153,9 +153,9 @@ def cell(plan: Plan, task: str, policy: str, memory: str, seed: int, workers: in
     """Training and evaluation of one method on one task with one seed."""
     name = f"{task}: {policy}+{memory}, seed {seed}"
     run = Run(plan.out / task.lower() / f"{policy}+{memory}" / f"seed{seed}")
-    start = ("--start", str(plan.out / task.lower() / "encoder" / policy)) if plan.encoder else ()
+    shared = ("--encoder", str(plan.out / task.lower() / "encoder" / policy)) if plan.encoder else ()
     settings = ("--set", *plan.settings) if plan.settings else ()
-    train = (*training(plan, task, run, policy, memory, seed), *start, *settings)
+    train = (*training(plan, task, run, policy, memory, seed), *shared, *settings)
     place = run.folder / "evaluation" / task
     evaluate = ("eval", str(run.folder), "--task", task, "--episodes", str(plan.episodes), "--workers", str(workers))
     needs = f"{task}: {policy} encoder" if plan.encoder else f"{task}: collect"
@@ -342,7 +342,7 @@ def compare(
         size: width and height of the pictures, pixels.
         episodes: held-out rollouts of each trained policy.
         encoder: if not 0, each stock policy is trained for so many updates on each task first, once; all methods with it
-            begin with its weights, and the encoder stays as it is then. Much faster than an encoder for each.
+            share its encoder, which stays as it is then. Much faster than an encoder for each.
         data: folder of the datasets; out/data if not said. Collections that are there are used.
         runner: ray (this machine, or a cluster), or here: processes of this machine, without Ray.
         address: of a Ray cluster whose machines share these folders; a Ray of our own if not said.

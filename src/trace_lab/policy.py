@@ -1,4 +1,4 @@
-"""The policy that a recipe asks for, on a dataset: its cameras, its configuration, its pipelines, and the weights it starts
+"""The policy that a recipe asks for, on a dataset: its cameras, its configuration, its pipelines, and the encoder it starts
 with. Training it is `train`'s matter.
 """
 
@@ -65,21 +65,21 @@ def configuration(made: Recipe, meta: Any, device: str) -> Any:
     return config
 
 
-def take_over(policy: Any, folder: Path) -> None:
-    """Gives a policy the weights of a trained one; a memory, which that one need not have, stays as it is."""
-    weights = load_file(folder / "model.safetensors")
-    try:
-        missing, strange = policy.load_state_dict(
-            {name: x for name, x in weights.items() if not name.startswith("recall.")}, strict=False
-        )
-    except RuntimeError as error:  # sizes
-        raise RunError(f"start: {folder}: its weights do not fit. {' '.join(str(error).split())[:300]}") from error
-    absent = [name for name in missing if not name.startswith("recall.")]
-    if absent or strange:
+def take_encoder(policy: Any, folder: Path) -> None:
+    """Gives a policy the encoder of a trained one, and nothing else of it: the rest of a policy without a memory has
+    learnt its choices by heart, from how scenes look, and a memory would find nothing left to learn (docs/decisions/0009).
+    """
+    weights, own = load_file(folder / "model.safetensors"), policy.state_dict()
+    places = [name for name, module in policy.named_modules() if any(module is each for each in policy.backbones)]
+    wanted = [name for name in own if name.startswith(tuple(f"{place}." for place in places))]
+    if not wanted:
+        raise RunError("encoder: the policy has no pictures to encode")
+    differ = [name for name in wanted if name not in weights or weights[name].shape != own[name].shape]
+    if differ:
         raise RunError(
-            f"start: {folder} is another policy: it lacks {len(absent)} weights ({', '.join(absent[:2])}) and has "
-            f"{len(strange)} more ({', '.join(strange[:2])})"
+            f"encoder: that of {folder} is another one: {len(differ)} weights differ ({', '.join(differ[:2])})"
         )
+    policy.load_state_dict({name: weights[name] for name in wanted}, strict=False)
 
 
 def pipelines(config: Any, meta: Any) -> tuple[Any, Any]:

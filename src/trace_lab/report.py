@@ -47,6 +47,24 @@ def filled(page: str, where: str, root: Path) -> str:
     return BLOCK.sub(fill, page)
 
 
+def runs_of(folder: Path, place: Path, console: Console) -> list[tuple[Path, Path]]:
+    """Where in the results a run goes, and the run: the folder's, or of a comparison all that have played every episode."""
+    if not (folder / "compare.json").exists():
+        return [(place / folder.resolve().name, folder)]
+    found = []
+    for lines in sorted(folder.glob("*/*/*/evaluation/*/evaluation.jsonl")):
+        run, asked = lines.parents[2], json.loads((lines.parent / KEPT[2]).read_text())["settings"]["episodes"]
+        if len(lines.read_text().splitlines()) == asked:
+            found.append((place / run.relative_to(folder), run))
+        else:
+            console.print(
+                f"{run}: not all of its {asked} episodes are played; left out", highlight=False, soft_wrap=True
+            )
+    if not found:
+        raise ReportError(f"{folder}: no run of this comparison has played all of its episodes")
+    return found
+
+
 def looked_at(run: Path, target: Path) -> dict[Path, dict[str, Any]]:
     """What a run has to give: its episode lines with their settings. Nothing is written."""
     lines = sorted(run.glob("evaluation/*/evaluation.jsonl"))
@@ -116,7 +134,7 @@ def report(
     Args:
         results: the folder; each folder in it is one set of results.
         pages: Markdown files with such marks; README.md and all of docs/ beside the folder if not said.
-        runs: first add these trained and evaluated runs to the results (with --to).
+        runs: first add these trained and evaluated runs to the results (with --to), or all finished ones of a comparison.
         to: name of the set they are added to, for instance signal/seed-0.
         check: write nothing; exit code 1 if a page is not what it would become.
     """
@@ -126,8 +144,9 @@ def report(
             raise ReportError("--add and --to go together: --add outputs/demo/seed-0/trace --to signal/seed-0")
         if check and runs:
             raise ReportError("--check writes nothing, so --add has no place beside it")
-        targets = {results / str(to) / run.resolve().name: run for run in runs}
-        if len(targets) < len(runs):
+        pairs = [pair for run in runs for pair in runs_of(run, results / str(to), console)]
+        targets = dict(pairs)
+        if len(targets) < len(pairs):
             raise ReportError(
                 f"--add: two of {', '.join(map(str, runs))} have the same name; add them to different sets"
             )

@@ -28,8 +28,8 @@ from lerobot_policy_trace.capturing import GraphedAct
 from lerobot_policy_trace.paths import DatasetError
 from trace_lab.batches import Batches, generator
 from trace_lab.features import encode
-from trace_lab.frames import FramesError, FrameStore, changes, fingerprint, open_dataset, open_frames
-from trace_lab.policy import cameras, configuration, pipelines, take_over
+from trace_lab.frames import FramesError, FrameStore, fingerprint, open_dataset, open_frames
+from trace_lab.policy import cameras, configuration, pipelines, take_encoder
 from trace_lab.recipe import Recipe, RecipeError, parse, recipe
 from trace_lab.run import Run, RunError, listening
 from trace_memory.graphs import GraphedScans
@@ -68,22 +68,22 @@ class Training:
         store: FrameStore,
         accelerator: Accelerator,
         console: Console | None = None,
-        start: Path | None = None,
+        encoder: Path | None = None,
         cache: Path | None = None,
     ) -> "Training":
-        """At update 0, with the weights of a trained policy if there is one to start from."""
+        """At update 0, with the encoder of a trained policy if there is one."""
         device = accelerator.device
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
         config = configuration(made, store.meta, device.type)
         torch.manual_seed(seed)
         policy = get_policy_class(config.type)(config, dataset_meta=store.meta).to(device)
-        if start is not None:
-            take_over(policy, start)
+        if encoder is not None:
+            take_encoder(policy, encoder)
         before, after = pipelines(config, store.meta)
         policy.train()
         features = None
         if made.backbone == "frozen":
-            learnt = start is not None or config.pretrained_backbone_weights is not None
+            learnt = encoder is not None or config.pretrained_backbone_weights is not None
             console = console or Console(stderr=True)
             features = encode(policy, store, before, made, console, learnt=learnt, cache=cache)
         else:
@@ -235,19 +235,17 @@ def task_of(root: Path) -> str | None:
     return json.loads(note.read_text())["task"] if note.exists() else None
 
 
-def trained(folder: Path, data: dict[str, str]) -> tuple[Path, dict[str, Any]]:
-    """The last policy of a finished or stopped run on the same data, and a note of what it is: what it asked for, and a
-    digest of its weights.
+def trained(folder: Path) -> tuple[Path, dict[str, Any]]:
+    """The last policy of a finished or stopped run, and a note of what it is: what it asked for, and a digest of its
+    weights.
     """
     run = Run(folder)
     if not (folder / "run.json").exists() or not (done := run.finished()):
-        raise RunError(f"start: {folder}: no run with a checkpoint there, expected a folder of tracemem train")
+        raise RunError(f"encoder: {folder}: no run with a checkpoint there, expected a folder of tracemem train")
     asked = json.loads((folder / "run.json").read_text())["asked"]
-    if differ := changes(asked["dataset"], data):
-        raise RunError(f"start: {folder} was trained on other data ({differ}): its normalisation would not fit")
     policy = run.checkpoint(done[-1]) / "pretrained_model"
     digest = hashlib.sha256((policy / "model.safetensors").read_bytes()).hexdigest()
-    told = {name: asked[name] for name in ("recipe", "seed", "start") if name in asked}
+    told = {name: asked[name] for name in ("recipe", "seed", "dataset", "encoder") if name in asked}
     return policy, {"asked": told, "step": done[-1], "weights": digest}
 
 
@@ -261,16 +259,16 @@ def run_training(
     frames: str = "auto",
     cache: Path | None = None,
     console: Console | None = None,
-    start: Path | None = None,
+    encoder: Path | None = None,
 ) -> Result:
-    """Trains, or goes on training, in a folder; `start` is the run of a policy to begin with."""
+    """Trains, or goes on training, in a folder; `encoder` is the run whose encoder it begins with."""
     console = console or Console(stderr=True)
     meta = open_dataset(dataset)
     configuration(made, meta, "cpu")  # what makes no sense is refused before anything is written
     asked: dict[str, Any] = {"recipe": made.to_dict(), "seed": seed, "task": task_of(dataset)}
     asked |= {"dataset": fingerprint(dataset)}
-    if start is not None:
-        start, asked["start"] = trained(start, asked["dataset"])
+    if encoder is not None:
+        encoder, asked["encoder"] = trained(encoder)
     precision = {"auto": "bf16" if device != "cpu" and torch.cuda.is_available() else "no", "float32": "no"}
     unused = DistributedDataParallelKwargs(find_unused_parameters=True)
     accelerator = Accelerator(
@@ -284,10 +282,14 @@ def run_training(
     run, main = Run(out), accelerator.is_main_process
     run.check(asked)
     with run.locked() if main else contextlib.nullcontext():
+        once = (
+            made.backbone == "frozen" and cache is not None
+        )  # each picture is encoded once, if the cache has no maps yet
+        place = "file" if once and frames == "auto" else frames
         store = open_frames(
-            meta, accelerator.device, cameras=cameras(made, meta), place=frames, cache=cache, console=console
+            meta, accelerator.device, cameras=cameras(made, meta), place=place, cache=cache, console=console
         )
-        training = Training.begin(made, seed, store, accelerator, console, start, cache)
+        training = Training.begin(made, seed, store, accelerator, console, encoder, cache)
         if main:
             run.begin(asked)
         accelerator.wait_for_everyone()
@@ -325,7 +327,7 @@ def train(
     seed: int = 0,
     steps: int | None = None,
     set_: Annotated[tuple[str, ...], tyro.conf.arg(name="set", metavar="NAME=VALUE ...")] = (),
-    start: Path | None = None,
+    encoder: Path | None = None,
     device: str = "auto",
     frames: str = "auto",
     cache: Path | None = None,
@@ -348,8 +350,8 @@ def train(
         steps: updates; the preset's number if not said.
         set_: any other number of the recipe, for instance lr=3e-4 episodes=4 scan=budget policy.dim_model=256
             memory.slots=6; recipe.py lists them.
-        start: a run of tracemem train on the same data, with the same policy and any memory or none: its weights are where
-            this one begins, all but the memory's.
+        encoder: a run of tracemem train, on any data: this one begins with its encoder (backbone=frozen leaves it as it
+            is), and with nothing else of it.
         device: auto, cpu or cuda.
         frames: where decoded pictures are kept: gpu, ram, file, or auto, the nearest that has room.
         cache: a folder in which decoded pictures stay, for several runs on one dataset; and feature maps, where the encoder
@@ -361,7 +363,7 @@ def train(
     try:
         made = recipe(preset, policy, memory, own | parse(set_))
         result = run_training(
-            dataset, out, made, seed, device=device, frames=frames, cache=cache, console=console, start=start
+            dataset, out, made, seed, device=device, frames=frames, cache=cache, console=console, encoder=encoder
         )
     except (RecipeError, FramesError, DatasetError, RunError) as error:
         print(f"tracemem train: {error}", file=sys.stderr)  # noqa: T201

@@ -120,13 +120,13 @@ def test_methods_share_an_encoder_that_is_trained_once(tmp_path):
     made, fake = replace(plan(tmp_path, tasks=("Cable", "Medicine"), methods=methods), encoder=4), Fake()
     assert run(made, fake) == {}
     trainings = [(command, ended) for command, ended in fake.begun if command[0] == "train"]
-    encoders = {Fake.text(c, "--out"): c for c, _ in trainings if "--start" not in c}
+    encoders = {Fake.text(c, "--out"): c for c, _ in trainings if "--encoder" not in c}
     assert len(encoders) == 4
     assert all("steps=4" in command and "backbone=frozen" not in command for command in encoders.values())
     methods = [(command, ended) for command, ended in trainings if Fake.text(command, "--out") not in encoders]
     assert len(methods) == 6
     for command, ended in methods:
-        start = encoders[Fake.text(command, "--start")]
+        start = encoders[Fake.text(command, "--encoder")]
         assert start in ended
         assert start[1] == command[1]  # the same data
         assert Fake.text(start, "--policy") == Fake.text(command, "--policy")

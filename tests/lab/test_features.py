@@ -39,10 +39,10 @@ def made(memory: str = "trace", policy: str = "act", **changes):
     return recipe("tiny", policy, memory, {"act": SMALL, "diffusion": DIFFUSION}[policy] | changes)
 
 
-def begin(dataset, memory: str = "trace", start=None, cache=None, seed: int = 0, **changes) -> Training:
+def begin(dataset, memory: str = "trace", encoder=None, cache=None, seed: int = 0, **changes) -> Training:
     asked, meta = made(memory, **changes), open_dataset(dataset)
     store = open_frames(meta, "cpu", cameras=cameras(asked, meta))
-    return Training.begin(asked, seed, store, Accelerator(cpu=True), Console(quiet=True), start, cache)
+    return Training.begin(asked, seed, store, Accelerator(cpu=True), Console(quiet=True), encoder, cache)
 
 
 def test_normalisations_get_the_statistics_of_pictures():
@@ -195,27 +195,28 @@ def test_what_would_be_captured_is_the_policys_own_forward(dataset, memory, vae)
     torch.testing.assert_close(*losses)
 
 
-def test_a_policy_starts_where_a_trained_one_ended(dataset, tmp_path):
+def test_a_policy_starts_with_the_encoder_of_a_trained_one(dataset, tmp_path):
+    """With that, as it is, and with nothing else of it."""
     quiet = Console(quiet=True)
     run_training(dataset, tmp_path / "plain", made("none", backbone="trained"), 0, device="cpu", console=quiet)
-    weights = load_file(tmp_path / "plain" / "checkpoints" / "last" / "pretrained_model" / "model.safetensors")
-    begun = begin(dataset, start=tmp_path / "plain" / "checkpoints" / "last" / "pretrained_model").policy.state_dict()
-    assert {name for name in begun if not name.startswith("recall.")} == set(weights)
-    assert all(
-        torch.equal(begun[name], x) for name, x in weights.items()
-    )  # an encoder that has learnt is not fitted anew
-    run_training(dataset, tmp_path / "more", made(), 0, device="cpu", console=quiet, start=tmp_path / "plain")
-    note = json.loads((tmp_path / "more" / "run.json").read_text())["asked"]["start"]
+    last = tmp_path / "plain" / "checkpoints" / "last" / "pretrained_model"
+    weights, begun = load_file(last / "model.safetensors"), begin(dataset, encoder=last).policy.state_dict()
+    of_encoder = {name for name in weights if name.startswith("model.backbone.")}
+    assert all(torch.equal(begun[name], weights[name]) for name in of_encoder)
+    plain = begin(dataset).policy.state_dict()
+    assert all(torch.equal(begun[name], plain[name]) for name in begun if name not in of_encoder)
+    assert any(not torch.equal(weights[name], plain[name]) for name in weights if name not in of_encoder)
+    run_training(dataset, tmp_path / "more", made(), 0, device="cpu", console=quiet, encoder=tmp_path / "plain")
+    note = json.loads((tmp_path / "more" / "run.json").read_text())["asked"]["encoder"]
     assert note["step"] == 4
     assert note["asked"]["recipe"]["memory"] == "none"
-    with pytest.raises(RunError, match=r"other settings \(start was"):
+    assert note["asked"]["dataset"]
+    with pytest.raises(RunError, match=r"other settings \(encoder was"):
         run_training(dataset, tmp_path / "more", made(), 0, device="cpu", console=quiet)
-    with pytest.raises(RunError, match=r"another policy|do not fit"):
-        begin(
-            dataset, start=tmp_path / "plain" / "checkpoints" / "last" / "pretrained_model", **{"policy.dim_model": 16}
-        )
+    with pytest.raises(RunError, match=r"that of .* is another one: \d+ weights differ"):
+        begin(dataset, encoder=last, **{"policy.vision_backbone": "resnet34"})
     with pytest.raises(RunError, match="no run with a checkpoint"):
-        run_training(dataset, tmp_path / "x", made(), 0, device="cpu", console=quiet, start=tmp_path / "nowhere")
+        run_training(dataset, tmp_path / "x", made(), 0, device="cpu", console=quiet, encoder=tmp_path / "nowhere")
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a GPU")

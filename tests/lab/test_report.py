@@ -41,6 +41,24 @@ def add(place: Path, memory: str) -> int:
     return main(["report", str(place / "results"), "--add", runs, "--to", "signal/seed-0"])
 
 
+def test_a_comparison_is_added_as_far_as_it_is_finished(place, capsys):
+    whole = place / "compare"
+    for memory in ("none", "trace"):
+        run = whole / "signal" / f"act+{memory}" / "seed0"
+        run.parent.mkdir(parents=True)
+        (place / "runs" / memory).rename(run)
+    (whole / "compare.json").write_text("{}")
+    lines = whole / "signal" / "act+none" / "seed0" / "evaluation" / "Signal" / "evaluation.jsonl"
+    lines.write_text("".join(lines.read_text().splitlines(keepends=True)[:7]))
+    assert main(["report", str(place / "results"), "--add", str(whole), "--to", "signal"]) == 0
+    assert "act+none/seed0: not all of its 8 episodes are played; left out" in " ".join(capsys.readouterr().out.split())
+    assert (place / "results/signal/signal/act+trace/seed0/Signal/evaluation.jsonl").exists()
+    assert not (place / "results/signal/signal/act+none").exists()
+    (whole / "signal" / "act+trace" / "seed0" / "evaluation" / "Signal" / "evaluation.jsonl").write_text("")
+    assert main(["report", str(place / "results"), "--add", str(whole), "--to", "other"]) == 1
+    assert "no run of this comparison has played all of its episodes" in capsys.readouterr().err
+
+
 def test_runs_are_kept_and_pages_filled(place, capsys):
     page, results = place / "README.md", place / "results"
     assert add(place, "none") == 0
