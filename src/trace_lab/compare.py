@@ -76,11 +76,16 @@ class Plan:
     episodes: int
     data: Path
     encoder: int = 0  # updates of the stock policy whose encoder all methods with it share
+    encoders: Path | None = None  # the comparison that has these encoders already
 
     @property
     def settings(self) -> tuple[str, ...]:
         """NAME=VALUE of every method's training."""
-        return (*self.changes, "backbone=frozen") if self.encoder else self.changes
+        return (*self.changes, "backbone=frozen") if self.encoder or self.encoders else self.changes
+
+    def encoder_of(self, task: str, policy: str) -> Run:
+        """The run whose encoder a policy has on a task."""
+        return Run((self.encoders or self.out) / task.lower() / "encoder" / policy)
 
     def made(self, policy: str, memory: str) -> Recipe:
         """How a method is trained; the same for all but for the method itself."""
@@ -95,6 +100,7 @@ class Plan:
             "demonstrations": self.demonstrations,
             "size": self.size,
             "encoder": self.encoder,
+            "encoders": str(self.encoders) if self.encoders else None,
         }
 
 
@@ -144,7 +150,7 @@ def training(plan: Plan, task: str, run: Run, policy: str, memory: str, seed: in
 
 def encoder(plan: Plan, task: str, policy: str) -> Step:
     """Training of the stock policy whose encoder every method with it shares."""
-    run = Run(plan.out / task.lower() / "encoder" / policy)
+    run = plan.encoder_of(task, policy)
     command = (*training(plan, task, run, policy, "none", 0), "--set", *plan.changes, f"steps={plan.encoder}")
     return Step(f"{task}: {policy} encoder", "train", command, plan.encoder, lambda: trained(run), f"{task}: collect")
 
@@ -153,7 +159,7 @@ def cell(plan: Plan, task: str, policy: str, memory: str, seed: int, workers: in
     """Training and evaluation of one method on one task with one seed."""
     name = f"{task}: {policy}+{memory}, seed {seed}"
     run = Run(plan.out / task.lower() / f"{policy}+{memory}" / f"seed{seed}")
-    shared = ("--encoder", str(plan.out / task.lower() / "encoder" / policy)) if plan.encoder else ()
+    shared = ("--encoder", str(plan.encoder_of(task, policy).folder)) if plan.encoder or plan.encoders else ()
     settings = ("--set", *plan.settings) if plan.settings else ()
     train = (*training(plan, task, run, policy, memory, seed), *shared, *settings)
     place = run.folder / "evaluation" / task
@@ -197,14 +203,11 @@ def work(steps: list[Step], runner: Any, out: Path, console: Console) -> dict[st
         while waiting or running:
             collecting = any(step.kind == "collect" for step in running.values())
             for step in sorted(waiting.values(), key=lambda step: step.kind != "eval"):  # results before more trainings
+                ready = step.after not in open_names and not (step.kind == "collect" and collecting)
                 if step.after in failed:
                     failed[step.name] = failed[step.after or ""]
                     del waiting[step.name]
-                elif (
-                    len(running) < runner.room
-                    and step.after not in open_names
-                    and not (step.kind == "collect" and collecting)
-                ):
+                elif ready and len(running) < runner.room:
                     collecting |= step.kind == "collect"  # it uses all cores: one at a time
                     running[runner.submit(step.command, log_of(out, step))] = waiting.pop(step.name)
             finished, _ = wait(running, timeout=POLL, return_when=FIRST_COMPLETED)
@@ -282,6 +285,7 @@ def check_folder(plan: Plan) -> None:
     note = plan.out / "compare.json"
     if note.exists():
         before = {"encoder": 0} | json.loads(note.read_text())["fixed"]
+        before.setdefault("encoders", "all weights handed on" if before["encoder"] else None)  # as it once was
         if differ := differences(before, json.loads(json.dumps(plan.fixed))):
             raise CompareError(
                 f"{plan.out} is a comparison with other settings ({'; '.join(differ)}); choose another --out, or the same "
@@ -319,6 +323,7 @@ def compare(
     size: int = 96,
     episodes: int = 25,
     encoder: int = 0,
+    encoders: Path | None = None,
     data: Path | None = None,
     runner: Literal["ray", "here"] = "ray",
     address: str | None = None,
@@ -343,6 +348,7 @@ def compare(
         episodes: held-out rollouts of each trained policy.
         encoder: if not 0, each stock policy is trained for so many updates on each task first, once; all methods with it
             share its encoder, which stays as it is then. Much faster than an encoder for each.
+        encoders: the folder of a comparison that has trained such encoders, with any settings: its are used.
         data: folder of the datasets; out/data if not said. Collections that are there are used.
         runner: ray (this machine, or a cluster), or here: processes of this machine, without Ray.
         address: of a Ray cluster whose machines share these folders; a Ray of our own if not said.
@@ -356,24 +362,20 @@ def compare(
         out = out.absolute()  # other machines begin in other folders
         chosen, place = methods_of(methods), (data or out / "data").absolute()
         plan = Plan(
-            out,
-            names,
-            chosen,
-            tuple(dict.fromkeys(seeds)),
-            preset,
-            set_,
-            demonstrations,
-            size,
-            episodes,
-            place,
-            encoder,
-        )
+            out, names, chosen, tuple(dict.fromkeys(seeds)), preset, set_, demonstrations, size, episodes, place, encoder,
+            encoders.absolute() if encoders else None,
+        )  # fmt: skip
         for policy, memory in chosen:
             plan.made(policy, memory)
         if isinstance(jobs, int) and jobs < 1:
             raise CompareError(f"jobs: got {jobs}, expected 1 or more")
         if encoder < 0:
             raise CompareError(f"encoder: got {encoder}, expected a number of updates, or 0 for none")
+        if encoder and encoders:
+            raise CompareError("encoder and encoders: train them here, or use those of another comparison; not both")
+        for task, policy in ((task, policy) for task in names for policy, _ in chosen if encoders):
+            if not trained(run := plan.encoder_of(task, policy)):
+                raise CompareError(f"encoders: {run.folder}: no trained {policy} there; compare --encoder makes them")
         if plan_only:
             for step in steps_of(plan, 1):
                 tell(console, f"{'done' if step.done else 'to do'}: {step.name}")

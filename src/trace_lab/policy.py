@@ -70,16 +70,17 @@ def take_encoder(policy: Any, folder: Path) -> None:
     learnt its choices by heart, from how scenes look, and a memory would find nothing left to learn (docs/decisions/0009).
     """
     weights, own = load_file(folder / "model.safetensors"), policy.state_dict()
-    places = [name for name, module in policy.named_modules() if any(module is each for each in policy.backbones)]
-    wanted = [name for name in own if name.startswith(tuple(f"{place}." for place in places))]
+    places = [f"{name}." for name, part in policy.named_modules() if any(part is each for each in policy.backbones)]
+    wanted, found = ({name: x for name, x in of.items() if name.startswith(tuple(places))} for of in (own, weights))
     if not wanted:
         raise RunError("encoder: the policy has no pictures to encode")
-    differ = [name for name in wanted if name not in weights or weights[name].shape != own[name].shape]
+    differ = [name for name in wanted | found if name not in wanted or name not in found]
+    differ += [name for name in wanted if name in found and wanted[name].shape != found[name].shape]
     if differ:
         raise RunError(
             f"encoder: that of {folder} is another one: {len(differ)} weights differ ({', '.join(differ[:2])})"
         )
-    policy.load_state_dict({name: weights[name] for name in wanted}, strict=False)
+    policy.load_state_dict(found, strict=False)
 
 
 def pipelines(config: Any, meta: Any) -> tuple[Any, Any]:

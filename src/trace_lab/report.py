@@ -24,6 +24,10 @@ class ReportError(Exception):
     """Results or a page that cannot be used; nothing was written."""
 
 
+class IncompleteError(ReportError):
+    """Episodes that are still to be played."""
+
+
 def tables(folder: Path) -> dict[str, stats.Table]:
     """All tables of the results in a folder."""
     if not folder.is_dir():
@@ -52,14 +56,13 @@ def runs_of(folder: Path, place: Path, console: Console) -> list[tuple[Path, Pat
     if not (folder / "compare.json").exists():
         return [(place / folder.resolve().name, folder)]
     found = []
-    for lines in sorted(folder.glob("*/*/*/evaluation/*/evaluation.jsonl")):
-        run, asked = lines.parents[2], json.loads((lines.parent / KEPT[2]).read_text())["settings"]["episodes"]
-        if len(lines.read_text().splitlines()) == asked:
-            found.append((place / run.relative_to(folder), run))
+    for run in sorted({lines.parents[2] for lines in folder.glob("*/*/*/evaluation/*/evaluation.jsonl")}):
+        try:
+            looked_at(run, place / run.relative_to(folder))
+        except IncompleteError as error:
+            console.print(f"{run}: left out ({error})", highlight=False, soft_wrap=True)
         else:
-            console.print(
-                f"{run}: not all of its {asked} episodes are played; left out", highlight=False, soft_wrap=True
-            )
+            found.append((place / run.relative_to(folder), run))
     if not found:
         raise ReportError(f"{folder}: no run of this comparison has played all of its episodes")
     return found
@@ -79,7 +82,7 @@ def looked_at(run: Path, target: Path) -> dict[Path, dict[str, Any]]:
         settings: dict[str, Any] = json.loads((path.parent / KEPT[2]).read_text()).get("settings", {})
         count, asked = len(path.read_text().splitlines()), settings.get("episodes")
         if count != asked:
-            raise ReportError(f"{path}: {count} episodes of {asked}; let tracemem eval finish them")
+            raise IncompleteError(f"{path}: {count} episodes of {asked}; let tracemem eval finish them")
         settings.pop("checkpoint", None)  # a path of the machine it was made on
         found[path] = settings
     return found

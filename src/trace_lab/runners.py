@@ -42,11 +42,12 @@ class OnRay(AbstractContextManager["OnRay"]):
     def __init__(self, jobs: int, threads: int, address: str | None):
         import ray
 
-        self.ray, self.threads, self.room = ray, threads, sys.maxsize  # it has a queue of its own
+        self.ray, self.threads = ray, threads
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
         ray.init(address=address, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
         have = ray.cluster_resources()
         nodes = max(1, len([node for node in ray.nodes() if node["Alive"]]))
+        self.room = jobs * nodes
         # A job takes such a share of a machine that the measured number of them fills it.
         cpus = max(1, int(have["CPU"] / nodes / jobs))
         share: Any = ray.remote(max_retries=0, num_cpus=cpus, num_gpus=1 / jobs if have.get("GPU") else 0)

@@ -32,7 +32,7 @@ from trace_lab.frames import FramesError, FrameStore, fingerprint, open_dataset,
 from trace_lab.policy import cameras, configuration, pipelines, take_encoder
 from trace_lab.recipe import Recipe, RecipeError, parse, recipe
 from trace_lab.run import Run, RunError, listening
-from trace_memory.graphs import GraphedScans
+from trace_memory.graphs import GraphedScans, compiles
 from trace_memory.memory import MemoryInputError
 
 LOG = 20  # updates between two lines of metrics
@@ -101,7 +101,7 @@ class Training:
             policy._test_once()  # the statistics, before the first batch
             # Capture and DistributedDataParallel do not go together: several GPUs scan step by step.
             if batches.whole and device.type == "cuda" and not made.truncate and shares == 1:
-                fuse = made.steps >= FUSE
+                fuse = made.steps >= FUSE and compiles()
                 policy.captured = GraphedScans(policy.recall.memory, made.episodes, batches.lengths(), fuse=fuse)
         begun = cls(made, seed, policy, model, optimizer, batches, accelerator, before, after)
         same = features is not None or made.memory == "none"  # the same work in every update
@@ -353,7 +353,8 @@ def train(
         encoder: a run of tracemem train, on any data: this one begins with its encoder (backbone=frozen leaves it as it
             is), and with nothing else of it.
         device: auto, cpu or cuda.
-        frames: where decoded pictures are kept: gpu, ram, file, or auto, the nearest that has room.
+        frames: where decoded pictures are kept: gpu, ram, file, or auto, the nearest that has room (a file where each is
+            needed once: frozen encoder and a cache).
         cache: a folder in which decoded pictures stay, for several runs on one dataset; and feature maps, where the encoder
             is frozen, for those with the same encoder.
         json_: print the result as JSON.

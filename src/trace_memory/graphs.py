@@ -2,27 +2,44 @@
 where it is fused. For training batches of one fixed shape; the eager scan is its reference.
 """
 
+import os
+import shutil
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._triton import has_triton
 
 from trace_memory.memory import Memory, Readout, Routing
 
+LIMIT = 64  # kinds of writes that may be compiled in one process
+
+
+def compiles() -> bool:
+    """Whether writes can be compiled here: Triton needs a C compiler."""
+    return has_triton() and any(map(shutil.which, (os.environ.get("CC", "cc"), "gcc", "clang")))
+
 
 @contextmanager
-def fused(memory: Memory) -> Iterator[None]:
-    """Meanwhile a write to the memory's slots, if it has any, is compiled: small operations are joined."""
+def quick(memory: Memory, *, fuse: bool) -> Iterator[None]:
+    """Meanwhile the weight gradients of the memory's slots, if it has any, are one product a scan; and a write to them is
+    compiled, if `fuse` says so: small operations are joined.
+    """
     slots = getattr(memory, "slots", None)
-    if slots is not None:
+    if slots is None:
+        yield
+        return
+    slots.together = True
+    if fuse:
         slots.__dict__["write"] = torch.compile(slots.write, dynamic=False, fullgraph=True)
     try:
-        yield
+        with torch._dynamo.config.patch(recompile_limit=LIMIT):
+            yield
     finally:
-        if slots is not None:
-            del slots.__dict__["write"]
+        del slots.together
+        slots.__dict__.pop("write", None)
 
 
 class _Flat(nn.Module):
@@ -54,7 +71,7 @@ class GraphedScan:
         self.mask = torch.ones(contents.shape[:2], dtype=torch.bool, device=contents.device) if valid is None else valid
         self.example = (contents.detach().clone(), path.detach().clone(), self.mask.clone())
         self.example[0].requires_grad_(contents.requires_grad)
-        with fused(memory) if fuse else nullcontext():
+        with quick(memory, fuse=fuse):
             self.captured: Any = torch.cuda.make_graphed_callables(_Flat(memory), self.example, allow_unused_input=True)
 
     def __call__(self, contents: Tensor, path: Tensor, valid: Tensor | None = None) -> Readout:

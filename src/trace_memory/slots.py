@@ -2,7 +2,7 @@
 
 `prepare` computes, for any number of steps at once, everything that does not depend on the slots; `write` is the one
 recurrent step; `read` looks at slots after writing. All three are used by step and scan alike, with the `maps` of the scan.
-`each` cuts a scan into steps whose weight gradients are computed together (`Layer`).
+`each` cuts a scan into steps, in captured scans such whose weight gradients are computed together (`Layer`).
 """
 
 import math
@@ -93,6 +93,7 @@ class Slots(nn.Module):
 
     eta: Float[Tensor, "K d"]
     settled: nn.ModuleDict | None
+    together = False  # whether a scan's weight gradients are one product; nobody may differentiate those again
 
     def __init__(
         self,
@@ -176,8 +177,9 @@ class Slots(nn.Module):
 
     def each(self, drive: Drive, maps: Maps) -> Iterator[tuple[Drive, Maps]]:
         """What `write` needs at each step of a scan of (B, T) steps."""
-        steps = [Drive(*now) for now in zip(*(x.unbind(1) for x in drive), strict=True)]
-        if not torch.is_grad_enabled():
+        # step by step in memory: what a step gets looks the same in scans of any length, which compiled writes want
+        steps = [Drive(*now) for now in zip(*(x.transpose(0, 1).contiguous() for x in drive), strict=True)]
+        if not self.together:
             yield from ((now, maps) for now in steps)
             return
         both, shape = (self.phi_m.first, self.phi_beta.first), (len(steps), len(drive.u), self.count, -1)

@@ -135,6 +135,25 @@ def test_methods_share_an_encoder_that_is_trained_once(tmp_path):
     assert made.made("act", "trace").backbone == "frozen"
 
 
+def test_encoders_of_another_comparison_are_used(tmp_path, capsys):
+    for name in ("first", "second"):
+        (tmp_path / name).mkdir()
+    first = replace(plan(tmp_path / "first", methods=(("act", "none"),)), encoder=4)
+    assert run(first, Fake()) == {}
+    made, fake = replace(plan(tmp_path / "second"), encoders=first.out), Fake()
+    assert run(made, fake) == {}
+    trainings = [command for command, _ in fake.begun if command[0] == "train"]
+    assert len(trainings) == 2
+    for command in trainings:
+        assert Fake.text(command, "--encoder") == str(first.out / "cable" / "encoder" / "act")
+        assert "backbone=frozen" in command
+    words = ["compare", "--out", str(tmp_path / "third"), "--tasks", "Cable", "Tool", "--methods", "act+gru"]
+    assert main([*words, "--encoders", str(first.out)]) == 2
+    assert "no trained act there; compare --encoder makes them" in capsys.readouterr().err
+    assert main([*words, "--encoders", str(first.out), "--encoder", "5"]) == 2
+    assert "not both" in capsys.readouterr().err
+
+
 def test_a_failure_is_told_and_only_what_needs_it_is_left(tmp_path):
     made, fake = plan(tmp_path), Fake(fail="--memory trace")
     failed = run(made, fake)

@@ -51,7 +51,9 @@ def test_a_comparison_is_added_as_far_as_it_is_finished(place, capsys):
     lines = whole / "signal" / "act+none" / "seed0" / "evaluation" / "Signal" / "evaluation.jsonl"
     lines.write_text("".join(lines.read_text().splitlines(keepends=True)[:7]))
     assert main(["report", str(place / "results"), "--add", str(whole), "--to", "signal"]) == 0
-    assert "act+none/seed0: not all of its 8 episodes are played; left out" in " ".join(capsys.readouterr().out.split())
+    said = " ".join(capsys.readouterr().out.split())
+    assert "act+none/seed0: left out" in said
+    assert "7 episodes of 8; let tracemem eval finish them" in said
     assert (place / "results/signal/signal/act+trace/seed0/Signal/evaluation.jsonl").exists()
     assert not (place / "results/signal/signal/act+none").exists()
     (whole / "signal" / "act+trace" / "seed0" / "evaluation" / "Signal" / "evaluation.jsonl").write_text("")

@@ -168,16 +168,20 @@ def test_gradients_of_a_scan_are_those_of_folded_steps(config):
 
     def gradients(readouts):
         loss = sum((x * torch.linspace(-1, 1, x.shape[-1])).sum() for r in readouts for x in r[:4] if x.numel())
-        return torch.autograd.grad(loss + 0 * contents.sum(), wanted, allow_unused=True)
+        return torch.autograd.grad(loss + 0 * contents.sum(), wanted, retain_graph=True, allow_unused=True)
 
     state, folded = memory.init(B), []
     for t in range(9):
         state, readout = memory.step(state, contents[:, t], path[:, t])
         folded.append(readout)
-    for a, b in zip(gradients([memory.scan(contents, path)[1]]), gradients(folded), strict=True):
-        assert (a is None) == (b is None)
-        if a is not None:
-            torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-9)
+    expected, slots = gradients(folded), getattr(memory, "slots", None)
+    for together in (False, True) if slots is not None else (False,):  # as in a captured scan
+        if slots is not None:
+            slots.together = together
+        for a, b in zip(gradients([memory.scan(contents, path)[1]]), expected, strict=True):
+            assert (a is None) == (b is None)
+            if a is not None:
+                torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-9)
 
 
 BAD = {
