@@ -1,14 +1,19 @@
 """The equations of routing, writing and reading, by value, against a transcription with explicit loops."""
 
 import math
+from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
+from jaxtyping import config
+from torch._dynamo.utils import counters
 
 from trace_memory.ablations import MeanReadSlots, UnroutedSlots
 from trace_memory.config import PRESETS, MemoryConfig, build
 from trace_memory.gates import ClosingGate, ScalarGate
+from trace_memory.graphs import quick
 from trace_memory.keys import Key
 from trace_memory.slots import Slots, slot_identity
 
@@ -128,3 +133,23 @@ def test_the_papers_updater_has_the_papers_size():
     assert sum(p.numel() for p in build(PRESETS["paper"]).parameters()) == 11_905_025
     per_channel = sum(p.numel() for p in build(replace(PRESETS["paper"], gate="closing")).parameters())
     assert per_channel == 11_905_025 + 511 * 513
+
+
+def test_quick_scans_are_the_same_and_compiled_once_for_all_lengths(monkeypatch):
+    """But for the first step, whose slots are empty and need no gradient. Where it is compiled to does not matter here."""
+    monkeypatch.setattr(config, "jaxtyping_disable", True)  # what is compiled cannot check its shapes as tests do
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    memory = build(replace(PRESETS["tiny"], width=16, hidden=16, content=6, channels=3)).eval()
+    before = counters["stats"]["unique_graphs"]
+    for length in (3, 5, 8):
+        contents, path = torch.randn(2, length, 6, requires_grad=True), torch.randn(2, length, 3).cumsum(1)
+        wanted, found = [contents, *memory.slots.phi_m.parameters()], []
+        for context in (nullcontext(), quick(memory, fuse=True)):
+            with context:
+                z = memory.scan(contents, path)[1].z
+                found.append([z, *torch.autograd.grad(z.square().sum(), wanted)])
+        for a, b in zip(*found, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+        assert counters["stats"]["unique_graphs"] == before + 2
+    assert not memory.slots.together
+    assert "write" not in memory.slots.__dict__
