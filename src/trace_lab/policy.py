@@ -66,8 +66,8 @@ def configuration(made: Recipe, meta: Any, device: str) -> Any:
 
 
 def take_encoder(policy: Any, folder: Path) -> None:
-    """Gives a policy the encoder of a trained one, and nothing else of it: the rest of a policy without a memory has
-    learnt its choices by heart, from how scenes look, and a memory would find nothing left to learn (docs/decisions/0009).
+    """Gives a policy the encoder of a trained one, and nothing else of it: the rest of a policy without a memory may
+    have its choices by heart, from how scenes look, and a memory would find nothing left to learn (docs/decisions/0009).
     """
     weights, own = load_file(folder / "model.safetensors"), policy.state_dict()
     places = [f"{name}." for name, part in policy.named_modules() if any(part is each for each in policy.backbones)]

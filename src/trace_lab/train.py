@@ -37,6 +37,7 @@ from trace_memory.memory import MemoryInputError
 
 LOG = 20  # updates between two lines of metrics
 FUSE = 1_500  # updates from which compiling the memory's write pays
+SLOWER = "no C compiler for Triton here: the memory's writes are not compiled, and a scan takes longer"
 DIVERGED = "The last checkpoint is from before that. A smaller lr, memory_lr or clip may help"
 TOO_LARGE = "Less at once: --set taught=0.1, or truncate=64, or episodes=4, or memory.update_every=4 (docs/training.md)"
 
@@ -102,6 +103,8 @@ class Training:
             # Capture and DistributedDataParallel do not go together: several GPUs scan step by step.
             if batches.whole and device.type == "cuda" and not made.truncate and shares == 1:
                 fuse = made.steps >= FUSE and compiles()
+                if made.steps >= FUSE and not fuse:
+                    (console or Console(stderr=True)).print(SLOWER)
                 policy.captured = GraphedScans(policy.recall.memory, made.episodes, batches.lengths(), fuse=fuse)
         begun = cls(made, seed, policy, model, optimizer, batches, accelerator, before, after)
         same = features is not None or made.memory == "none"  # the same work in every update

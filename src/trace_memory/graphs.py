@@ -6,13 +6,16 @@ import os
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812
 from torch.utils._triton import has_triton
 
 from trace_memory.memory import Memory, Readout, Routing
+from trace_memory.slots import Drive, Maps, Slots
 
 LIMIT = 64  # kinds of writes that may be compiled in one process
 
@@ -20,6 +23,56 @@ LIMIT = 64  # kinds of writes that may be compiled in one process
 def compiles() -> bool:
     """Whether writes can be compiled here: Triton needs a C compiler."""
     return has_triton() and any(map(shutil.which, (os.environ.get("CC", "cc"), "gcc", "clang")))
+
+
+class _Together(torch.autograd.Function):
+    """A layer's bias at each of T steps, (T, ..., o). On the way back the gradients of all steps meet here, and with what
+    the layer was given, (T, ..., i), make its weight's in one product.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, biases: Tensor, given: list[Tensor]) -> Tensor:
+        ctx.given = given
+        return biases.clone()
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
+        return gradient.flatten(0, -2).T @ torch.stack(ctx.given).flatten(0, -2), gradient, None
+
+
+class Layer:
+    """A linear map at one of many steps: it remembers what it was given and leaves its weight's gradient for later."""
+
+    given: Tensor
+
+    def __init__(self, weight: Tensor, bias: Tensor):
+        self.weight, self.bias = weight, bias
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """The map."""
+        self.given = x.detach()
+        return F.linear(x, self.weight) + self.bias
+
+
+def together(slots: Slots, drive: Drive, maps: Maps) -> Iterator[tuple[Drive, Maps]]:
+    """`slots.each`, with steps whose weight gradients are computed once for all of them. Nobody may differentiate those."""
+    steps = list(Slots.each(slots, drive, maps))
+    first, shape = (slots.phi_m.first, slots.phi_beta.first), (len(steps), len(drive.u), slots.count, -1)
+    of_slot = torch.cat([layer.weight[:, : slots.width] for layer in first])
+    linear = {
+        "slot": (of_slot, of_slot.new_zeros(len(of_slot))),
+        "proposal": (slots.phi_m.last.weight, slots.phi_m.last.bias),
+        "strength": (slots.phi_beta.last.weight, slots.phi_beta.last.bias),
+    }
+    given: dict[str, list[Tensor]] = {name: [] for name in linear}
+    biases = [_Together.apply(w, b.expand(shape), given[name]).unbind() for name, (w, b) in linear.items()]
+    weights = [w.detach() for w, _ in linear.values()]
+    for (now, _), here in zip(steps, zip(*biases, strict=True), strict=True):
+        layers = dict(zip(linear, map(Layer, weights, here), strict=True))
+        yield now, maps._replace(**layers)
+        for name, layer in layers.items():
+            given[name].append(layer.given)
 
 
 @contextmanager
@@ -31,14 +84,14 @@ def quick(memory: Memory, *, fuse: bool) -> Iterator[None]:
     if slots is None:
         yield
         return
-    slots.together = True
+    slots.__dict__["each"] = partial(together, slots)
     if fuse:
         slots.__dict__["write"] = torch.compile(slots.write, dynamic=False, fullgraph=True)
     try:
         with torch._dynamo.config.patch(recompile_limit=LIMIT):
             yield
     finally:
-        del slots.together
+        del slots.__dict__["each"]
         slots.__dict__.pop("write", None)
 
 

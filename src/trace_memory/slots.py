@@ -2,13 +2,13 @@
 
 `prepare` computes, for any number of steps at once, everything that does not depend on the slots; `write` is the one
 recurrent step; `read` looks at slots after writing. All three are used by step and scan alike, with the `maps` of the scan.
-`each` cuts a scan into steps, in captured scans such whose weight gradients are computed together (`Layer`).
+`each` cuts a scan into steps.
 """
 
 import math
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Float
@@ -49,36 +49,6 @@ class Written(NamedTuple):
     beta: Float[Tensor, "B K C"]  # C = 1, or d for a gate per channel
 
 
-class _Together(torch.autograd.Function):
-    """A layer's bias at each of T steps, (T, ..., o). On the way back the gradients of all steps meet here, and with what
-    the layer was given, (T, ..., i), make its weight's in one product.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, weight: Tensor, biases: Tensor, given: list[Tensor]) -> Tensor:
-        ctx.given = given
-        return biases.clone()
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
-        return gradient.flatten(0, -2).T @ torch.stack(ctx.given).flatten(0, -2), gradient, None
-
-
-class Layer:
-    """A linear map at one of many steps: it remembers what it was given and leaves its weight's gradient for later."""
-
-    given: Tensor
-
-    def __init__(self, weight: Tensor, bias: Tensor):
-        self.weight, self.bias = weight, bias
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """The map."""
-        self.given = x.detach()
-        return F.linear(x, self.weight) + self.bias
-
-
 def slot_identity(count: int, width: int) -> Float[Tensor, "K d"]:
     """eta: a sinusoid of k + 1, less its mean over the slots, each then scaled to norm sqrt(width)."""
     rate = torch.exp(-math.log(1e4) * torch.arange(0, width, 2) / width)
@@ -93,7 +63,6 @@ class Slots(nn.Module):
 
     eta: Float[Tensor, "K d"]
     settled: nn.ModuleDict | None
-    together = False  # whether a scan's weight gradients are one product; nobody may differentiate those again
 
     def __init__(
         self,
@@ -178,25 +147,8 @@ class Slots(nn.Module):
     def each(self, drive: Drive, maps: Maps) -> Iterator[tuple[Drive, Maps]]:
         """What `write` needs at each step of a scan of (B, T) steps."""
         # step by step in memory: what a step gets looks the same in scans of any length, which compiled writes want
-        steps = [Drive(*now) for now in zip(*(x.transpose(0, 1).contiguous() for x in drive), strict=True)]
-        if not self.together:
-            yield from ((now, maps) for now in steps)
-            return
-        both, shape = (self.phi_m.first, self.phi_beta.first), (len(steps), len(drive.u), self.count, -1)
-        of_slot = torch.cat([layer.weight[:, : self.width] for layer in both])
-        linear = {
-            "slot": (of_slot, of_slot.new_zeros(len(of_slot))),
-            "proposal": (self.phi_m.last.weight, self.phi_m.last.bias),
-            "strength": (self.phi_beta.last.weight, self.phi_beta.last.bias),
-        }
-        given: dict[str, list[Tensor]] = {name: [] for name in linear}
-        biases = [_Together.apply(w, b.expand(shape), given[name]).unbind() for name, (w, b) in linear.items()]
-        weights = [w.detach() for w, _ in linear.values()]
-        for now, here in zip(steps, zip(*biases, strict=True), strict=True):
-            layers = dict(zip(linear, map(Layer, weights, here), strict=True))
-            yield now, maps._replace(**layers)
-            for name, layer in layers.items():
-                given[name].append(layer.given)
+        steps = zip(*(x.transpose(0, 1).contiguous() for x in drive), strict=True)
+        return ((Drive(*now), maps) for now in steps)
 
     def read_weights(self, query: Float[Tensor, "*n d"], m: Float[Tensor, "*n K d"]) -> Float[Tensor, "*n K"]:
         """alpha. Eq. (slot_readout)."""

@@ -1,12 +1,14 @@
 """What holds of every memory: scan is folded step, causal, padding-proof, row by row; and what it refuses."""
 
 import math
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
 import torch
 
 from trace_memory.config import MEMORIES, MemoryConfig, build
+from trace_memory.graphs import quick
 from trace_memory.memory import Memory, MemoryInputError, MemoryState
 
 B, T, C, D = 3, 40, 10, 3
@@ -174,11 +176,11 @@ def test_gradients_of_a_scan_are_those_of_folded_steps(config):
     for t in range(9):
         state, readout = memory.step(state, contents[:, t], path[:, t])
         folded.append(readout)
-    expected, slots = gradients(folded), getattr(memory, "slots", None)
-    for together in (False, True) if slots is not None else (False,):  # as in a captured scan
-        if slots is not None:
-            slots.together = together
-        for a, b in zip(gradients([memory.scan(contents, path)[1]]), expected, strict=True):
+    expected = gradients(folded)
+    for context in (nullcontext(), quick(memory, fuse=False)):  # as it is, and as it is captured
+        with context:
+            found = gradients([memory.scan(contents, path)[1]])
+        for a, b in zip(found, expected, strict=True):
             assert (a is None) == (b is None)
             if a is not None:
                 torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-9)
