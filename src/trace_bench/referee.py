@@ -176,6 +176,7 @@ class Referee:
         decision = next(d for d in self.record.decisions if d.name == name)
         decision.choice, decision.step = choice, self.record.steps
         self.branch = (decision, stage)
+        world.dim_lamp()
         return choice == decision.answer
 
     def _reconsider(self, world: World) -> None:

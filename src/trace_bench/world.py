@@ -32,6 +32,7 @@ GRASP_RADIUS = 0.06  # an object is held once a gripper closes this near to it, 
 CLOSED, OPEN = 0.45, 0.55  # gripper opening below / above which it counts as closed / open
 STEP = 0.005  # longest physics step, seconds
 SENSOR = np.array([*3 * [1e-3], *2 * [*6 * [1e-4], 1e-3]])  # resolution of each channel: m/s, rad/s, rad, opening
+DONE = (0.20, 0.90, 0.25, 1.0)  # the colour of what has been done
 LAMPS = ((0.75, 0.10, 0.08, 1.0), (0.10, 0.85, 0.20, 1.0), (0.15, 0.35, 1.0, 1.0), (0.95, 0.95, 0.95, 1.0))
 
 
@@ -55,6 +56,9 @@ class World:
         self.resting: dict[str, str | None] = dict.fromkeys(self.props)
         self.drops = 0  # times a prop was let go where nothing holds it
         self.lamp = 0
+        self.done: dict[
+            str, NDArray[np.float32]
+        ] = {}  # bodies that show that something was done, and their own colours
         self.marks: dict[str, int] = {}  # what a task wants remembered until the next reset
         self._closed = dict.fromkeys(HANDS, False)
         model = self.model
@@ -87,6 +91,7 @@ class World:
         self.data.eq_active[:] = 0
         self.held, self.resting = dict.fromkeys(HANDS), dict.fromkeys(self.props)
         self._closed, self.drops, self.marks = dict.fromkeys(HANDS, False), 0, {}
+        self.done = {}
         self.set_lamp(0)
         ready = ready_posture()
         for hand in HANDS:
@@ -234,6 +239,20 @@ class World:
         """The status light: red means wait, then one colour for each go."""
         self.lamp = phase
         self.model.geom_rgba[self._lamp] = LAMPS[phase]
+
+    def dim_lamp(self) -> None:
+        """Red again: what the lamp asked for has been begun."""
+        self.model.geom_rgba[self._lamp] = LAMPS[0]
+
+    def show_done(self, body: str, *, done: bool = True) -> None:
+        """A body turns green, or what it was before: what has been done can be seen, and need not be remembered."""
+        start, count = self.model.body(body).geomadr[0], self.model.body(body).geomnum[0]
+        colours = self.model.geom_rgba[start : start + count]
+        if done and body not in self.done:
+            self.done[body] = colours.copy()
+            colours[:] = DONE
+        elif not done and body in self.done:
+            colours[:] = self.done.pop(body)
 
     # -- cameras ----------------------------------------------------------------------------------------------------
 

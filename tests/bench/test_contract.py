@@ -58,7 +58,7 @@ def test_the_suite_is_the_papers():
 
 @ALL
 def test_gymnasium_accepts_it(task):
-    env = gymnasium.make(f"trace_bench/{task}-v1", size=24).unwrapped
+    env = gymnasium.make(f"trace_bench/{task}-v2", size=24).unwrapped
     check_env(env, skip_render_check=True)
     assert env.render().shape == (256, 384, 3)
     count, stages = (SHAPE | EXTRA)[task]
@@ -392,7 +392,7 @@ def test_vectorised():
     """Rows of a synchronous and an asynchronous vector environment see the same."""
     seen = []
     for mode, how in (("sync", {}), ("async", {"context": "forkserver"})):
-        envs = gymnasium.make_vec("trace_bench/Cable-v1", 2, mode, vector_kwargs=how, size=24)
+        envs = gymnasium.make_vec("trace_bench/Cable-v2", 2, mode, vector_kwargs=how, size=24)
         observation, _ = envs.reset(seed=[1, 2])
         for _ in range(3):
             observation, *_ = envs.step(np.zeros((2, 17), dtype=np.float32))
@@ -430,3 +430,67 @@ def test_another_process_sees_the_same():
     exec(DIGEST, scope)
     other = subprocess.run([sys.executable, "-c", DIGEST + "print(digest.hexdigest())"], capture_output=True, text=True)
     assert other.stdout.strip() == scope["digest"].hexdigest()
+
+
+def resting_moments(task: str, seed: int) -> tuple[set[object], set[object]]:
+    """What can be seen while the expert's hands rest at their ready points: before it waits for a second and more, and
+    before it goes by itself within half a second.
+    """
+    env = make(task, cameras=(), split="train")
+    env.reset(seed=seed)
+    world, seen, actions, home = env.world, [], [], []
+    for action in env.expert():
+        colours = tuple(world.model.geom_rgba[world.model.geom("lamp").id])
+        seen.append((colours, frozenset(world.done), tuple(sorted(world.resting.items())), "pill" in world.marks))
+        actions.append(action)
+        home.append(world.hands_back())
+        _, _, terminated, truncated, _ = env.step(action)
+        if terminated or truncated:
+            break
+    waits, goes = set[object](), set[object]()
+    for t, key in enumerate(seen[:-12]):
+        after = [np.abs(later - actions[t]).max() > 1e-4 for later in actions[t + 1 : t + 13]]
+        if home[t] and not any(after):
+            waits.add(key)
+        elif home[t] and home[t - 1] and any(after[:5]) and set(seen[t : t + 2 + after.index(True)]) == {key}:
+            goes.add(key)
+    return waits, goes
+
+
+@pytest.mark.parametrize("task", ["Tool", "Laundry", "Cable", "Medicine"])
+def test_what_to_do_at_rest_can_be_seen_but_for_the_cue(task):
+    """Otherwise a policy without memory would lack more than the cue, and stand still for ever."""
+    waits, goes = (set.union(*sets) for sets in zip(*(resting_moments(task, seed) for seed in range(6)), strict=True))
+    assert waits
+    assert goes
+    assert not waits & goes
+
+
+def test_the_lamp_is_red_again_once_it_is_obeyed():
+    env = make("Cable", cameras=())
+    env.reset(seed=0)
+    lamp, colours = env.world.model.geom("lamp").id, []
+    for action in env.expert():
+        colours.append(tuple(env.world.model.geom_rgba[lamp]))
+        _, _, terminated, truncated, _ = env.step(action)
+        if terminated or truncated:
+            break
+    kinds = [colour for colour, before in zip(colours, [None, *colours], strict=False) if colour != before]
+    assert len(kinds) == 3
+    assert kinds[0] == kinds[2] != kinds[1]
+
+
+def test_what_was_done_is_shown_and_forgotten_with_the_episode():
+    env = make("Tool", cameras=())
+    env.reset(seed=0)
+    world = env.world
+    before = world.model.geom_rgba.copy()
+    world.show_done("bell")
+    world.show_done("bell")
+    assert not np.array_equal(world.model.geom_rgba, before)
+    world.show_done("bell", done=False)
+    assert np.array_equal(world.model.geom_rgba, before)
+    world.show_done("bell")
+    env.reset(seed=0)
+    assert not world.done
+    assert np.array_equal(world.model.geom_rgba, before)

@@ -154,6 +154,7 @@ def follow(choices: list[int | None], drops: list[int] | None = None, *, answer:
     """A referee over a made-up world: one branch whose lamp lights at once, one stage after it."""
     made_up = SimpleNamespace(lamp=0, drops=0, choice=None)
     made_up.set_lamp = lambda phase: setattr(made_up, "lamp", phase)
+    made_up.dim_lamp = lambda: None
     branch, after = Stage("choose", choice=lambda w: w.choice), Stage("finish", lambda w: False)
     sheet = Record("Tool", 0, "train", 0, 0, {"s: choose": None, "s: finish": None}, [Decision("s: choose", answer)])
     referee = Referee(sheet, (Subtask("s", (branch, after)),), (0,), (0,), lambda w: True, lambda w, phase: True, 4.0)

@@ -91,6 +91,10 @@ class Cable(Task):
             ),
         )
 
+    def tick(self, world: World) -> None:
+        """The intake shows that it has the plug."""
+        self.tick_intake(world)
+
     def answers(self, cue: int) -> tuple[int, ...]:
         """The device of the side."""
         return (cue,)

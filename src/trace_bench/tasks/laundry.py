@@ -16,6 +16,7 @@ from trace_bench.world import World
 
 TOOLS = ("brush", "board")  # for a garment from the left, from the right
 PLACES = ("basket", "store")
+TOUCH = 0.08  # metres: a tool so low over the garment has been used
 TOP = TABLE + 0.03  # where fingers close on the garment
 
 
@@ -86,16 +87,22 @@ class Laundry(Task):
         )
 
     @staticmethod
-    def _used(world: World) -> bool:
+    def _used(world: World, height: float = 0.10) -> bool:
         tool, garment = world.first_held(TOOLS), world.position("garment")
         if tool is None:
             return False
         apart = world.position(TOOLS[tool]) - garment
-        return bool(np.hypot(apart[0], apart[1]) < 0.06 and apart[2] < 0.10)
+        return bool(np.hypot(apart[0], apart[1]) < 0.06 and apart[2] < height)
 
     @staticmethod
     def _back(world: World) -> bool:
         return all(world.resting[tool] == f"{tool} rest" for tool in TOOLS)
+
+    def tick(self, world: World) -> None:
+        """The intake shows that it has the garment, and the garment that it was treated."""
+        self.tick_intake(world)
+        if self._used(world, TOUCH):
+            world.show_done("garment")
 
     def answers(self, cue: int) -> tuple[int, ...]:
         """Left: brush and basket; right: board and store."""

@@ -86,7 +86,10 @@ class Medicine(Task):
         )
 
     def tick(self, world: World) -> None:
-        """A dish held low over a box, once the lamp allows it, loses its pill into it."""
+        """The intake shows that it has the dish. A dish held low over a box, once the lamp allows it, loses its pill into
+        it.
+        """
+        self.tick_intake(world)
         below = world.first_near("dish", BOXES, 0.05)
         if below is not None and world.lamp and "pill" not in world.marks and "dish" in world.held.values():
             world.marks["pill"] = below

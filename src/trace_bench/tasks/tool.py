@@ -17,6 +17,7 @@ from trace_bench.world import World
 OBJECTS = ("ball", "block", "can")
 TOOLS = ("driver", "hammer", "sponge")
 HIDDEN = (0.45, 0.0, -1.0)
+RING, TOUCH = 0.03, 0.085  # metres: a hand so near rings the bell, a tool so low over the cover has been used
 
 
 class Tool(Task):
@@ -101,22 +102,30 @@ class Tool(Task):
         )
 
     @staticmethod
-    def _used(world: World) -> bool:
+    def _used(world: World, height: float = 0.12) -> bool:
         tool = world.first_held(TOOLS)
         if tool is None or world.resting["cover"] != "bench":
             return False
         apart = world.position(TOOLS[tool]) - world.spot("bench")
-        return bool(np.hypot(apart[0], apart[1]) < 0.06 and apart[2] < 0.12)
+        return bool(np.hypot(apart[0], apart[1]) < 0.06 and apart[2] < height)
 
     @staticmethod
     def _back(world: World) -> bool:
         return all(world.resting[tool] == f"{tool} rest" for tool in TOOLS)
 
     def tick(self, world: World) -> None:
-        """The bench swallows what is covered on it: lifting the cover again shows nothing."""
+        """The bench swallows what is covered on it: lifting the cover again shows nothing. The bell shows that it was rung,
+        and the cover, until the tool is back, that it was used.
+        """
         if world.resting["cover"] == "bench":
             for name in OBJECTS:
                 world.model.body(name).pos[:] = HIDDEN
+            if np.linalg.norm(world.pinch("left") - world.spot("bell")) < RING:
+                world.show_done("bell")
+        if self._used(world, TOUCH):
+            world.show_done("cover")
+        elif self._back(world):
+            world.show_done("cover", done=False)
 
     def answers(self, cue: int) -> tuple[int, ...]:
         """Tool i, then the next one round."""
@@ -136,9 +145,8 @@ class Tool(Task):
         yield from expert.place("left", "bench")
         yield from expert.home("left")
         expert.section("shared")
-        for _ in range(2):
-            yield from expert.reach("left", expert.world.spot("bell"), 0.08)
-            yield from expert.reach("left", expert.world.spot("bell"))
+        yield from expert.reach("left", expert.world.spot("bell"), 0.08)
+        yield from expert.reach("left", expert.world.spot("bell"))
         yield from expert.reach("left", expert.world.spot("bell"), 0.08)
         yield from expert.home("left")
         for phase, tool in enumerate(self.answers(cue), start=1):
