@@ -3,17 +3,18 @@
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
+
+import numpy as np
 
 from trace_bench.episode import Episode
+from trace_bench.expert import CLEARANCE, Expert
 from trace_bench.referee import Decision, Record, Referee, Subtask, named
-from trace_bench.robot import Hand, Vector
+from trace_bench.robot import READY, Hand, Vector, pose
 from trace_bench.scene import TABLE, Point, Scene
 from trace_bench.world import World
 
-if TYPE_CHECKING:
-    from trace_bench.expert import Expert
-
+ROOM = np.array([0.0, -0.06, 0.10])  # how far a hand moves to make room, metres
 MARGINS: tuple[Point, ...] = tuple((0.755, y, TABLE) for y in (-0.5, -0.3, -0.1, 0.1, 0.3, 0.5))
 
 
@@ -64,12 +65,13 @@ class Task(ABC):
         """Whether nothing in sight tells the cue any more."""
 
     @abstractmethod
-    def script(self, expert: "Expert", cue: int) -> Iterator[Vector]:
+    def script(self, expert: Expert, cue: int) -> Iterator[Vector]:
         """The expert's way to do it, one action a control step."""
 
-    def bring(self, expert: "Expert", hand: Hand, prop: str, pad: str) -> Iterator[Vector]:
+    def bring(self, expert: Expert, hand: Hand, prop: str, pad: str) -> Iterator[Vector]:
         """What several scripts begin with: a hand fetches the prop to the intake, then, the same for every cue, the left one
-        carries it to a pad and waits for the first lamp.
+        carries it to a pad, the right one makes room meanwhile, and both come back and wait for the first lamp. Both have
+        then done the same whatever the cue was, so that no hand is a little off where only one cue has sent it.
         """
         yield from expert.pick(hand, prop)
         yield from expert.place(hand, "intake")
@@ -77,8 +79,10 @@ class Task(ABC):
         yield from expert.until(lambda: self.hidden(expert.world))
         expert.section("shared")
         yield from expert.pick("left", prop)
+        over = expert.world.in_base(expert.world.spot(pad)) + np.array([0, 0, CLEARANCE])
+        yield from expert.move({"left": pose(over), "right": pose(READY["right"] + ROOM)})
         yield from expert.place("left", pad)
-        yield from expert.home("left")
+        yield from expert.home()
         yield from expert.wait_for_lamp(1)
 
     def tick_intake(self, world: World) -> None:

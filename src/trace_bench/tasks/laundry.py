@@ -17,7 +17,6 @@ from trace_bench.world import World
 TOOLS = ("brush", "board")  # for a garment from the left, from the right
 PLACES = ("basket", "store")
 TOUCH = 0.08  # metres: a tool so low over the garment has been used
-TOP = TABLE + 0.03  # where fingers close on the garment
 
 
 class Laundry(Task):
@@ -126,6 +125,7 @@ class Laundry(Task):
         for dx in (-0.02, 0.02):
             yield from expert.reach("right", expert.world.position("garment") + np.array([dx, 0, 0]), 0.065)
         yield from expert.place("right", f"{tool} rest")
+        yield from expert.reach("right", expert.world.position("garment"), 0.16)  # home by the same way from both
         yield from expert.home("right")
         yield from expert.wait_for_lamp(2)
         expert.section("put away")

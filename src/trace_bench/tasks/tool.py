@@ -26,10 +26,10 @@ class Tool(Task):
     name = "Tool"
     instruction = "Cover the object, then use the two tools it needs, in order."
     cues = OBJECTS
-    seconds = 31.0
+    seconds = 33.0
     paper = Profile(30, 1045, 2.0)
     lamps = (1, 4)
-    clock = (8.0, 14.8)
+    clock = (8.0, 16.4)
 
     def scene(self) -> Scene:
         """The object in the middle, its cover and a bell left, three tools right."""
@@ -157,4 +157,5 @@ class Tool(Task):
             yield from expert.reach("right", expert.world.spot("bench"), 0.07)
             yield from expert.reach("right", expert.world.spot("bench"), 0.18)
             yield from expert.place("right", f"{TOOLS[tool]} rest")
+            yield from expert.reach("right", expert.world.spot("bench"), 0.18)  # home by the same way from all three
             yield from expert.home("right")
