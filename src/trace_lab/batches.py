@@ -2,8 +2,10 @@
 number, so a training that was stopped goes on with the very batches it would have had.
 """
 
+import json
 import math
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +19,7 @@ from trace_lab.recipe import Recipe, RecipeError
 
 SHAPES = 8  # lengths to which episodes are padded, at most
 STILL = 0.05  # standard deviations of an action that count as no movement
+SHOWN = 1.2  # seconds after which a movement shows what was chosen
 POOL = 8  # batches whose episodes are sorted by length together, so that a batch holds episodes of similar length
 
 
@@ -57,6 +60,21 @@ def resting(store: FrameStore) -> Tensor:
     for later in range(1, round(store.meta.fps) + 1):
         still &= ((action[torch.minimum(now + later, last)] - action).abs() <= near).all(1)
     return still
+
+
+def choosing(store: FrameStore, ahead: int) -> Tensor:
+    """(N,) on the CPU: whether what is done in the next `ahead` frames hangs on a choice that nothing shows yet. Only the
+    suite's datasets tell when a choice had to be made.
+    """
+    sheet = Path(store.meta.root) / "meta" / "trace_bench.jsonl"
+    if not sheet.exists():
+        raise RecipeError(f"branches: {sheet} is missing, so nothing tells where branches are; expected branches=1")
+    found = torch.zeros(int(store.paths.ends[-1]), dtype=torch.bool)
+    told = [json.loads(line)["decisions"] for line in sheet.read_text().splitlines()]
+    for begin, end, decisions in zip(store.paths.starts.tolist(), store.paths.ends.tolist(), told, strict=True):
+        for lamp in (begin + decision["frame"] for decision in decisions):
+            found[max(begin, lamp - ahead) : min(end, lamp + round(SHOWN * store.meta.fps))] = True
+    return found
 
 
 class Augment:
@@ -114,7 +132,12 @@ class Batches:
         frame = torch.arange(int(paths.ends[-1]))
         owner = torch.searchsorted(paths.ends, frame, right=True)
         weight = ((frame >= paths.starts[owner]) & (frame < (paths.starts + self.usable)[owner])).double()
-        return weight if self.recipe.still == 1 else weight * torch.where(resting(self.store), self.recipe.still, 1.0)
+        if self.recipe.still < 1:
+            weight *= torch.where(resting(self.store), self.recipe.still, 1.0)
+        if self.recipe.branches < 1:
+            ahead = max(self.config.action_delta_indices)
+            weight *= torch.where(choosing(self.store, ahead), self.recipe.branches, 1.0)
+        return weight
 
     def lengths(self) -> list[int]:
         """Lengths to which batches of whole episodes are padded."""

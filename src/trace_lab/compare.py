@@ -149,9 +149,9 @@ def training(plan: Plan, task: str, run: Run, policy: str, memory: str, seed: in
 
 
 def encoder(plan: Plan, task: str, policy: str) -> Step:
-    """Training of the stock policy whose encoder every method with it shares."""
-    run = plan.encoder_of(task, policy)
-    command = (*training(plan, task, run, policy, "none", 0), "--set", *plan.changes, f"steps={plan.encoder}")
+    """Training of the stock policy whose encoder every method with it shares. It must not learn choices by heart (0009)."""
+    run, settings = plan.encoder_of(task, policy), (*plan.changes, f"steps={plan.encoder}", "branches=0")
+    command = (*training(plan, task, run, policy, "none", 0), "--set", *settings)
     return Step(f"{task}: {policy} encoder", "train", command, plan.encoder, lambda: trained(run), f"{task}: collect")
 
 

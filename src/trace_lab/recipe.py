@@ -38,6 +38,9 @@ class Recipe:
     episodes: int = 8  # episodes in a batch
     targets: int = 32  # targets of each
     still: float = 1.0  # how often a frame before a second of rest is a target, as a share of the others
+    branches: float = (
+        1.0  # the same of a frame whose actions hang on a choice that cannot be seen; the suite's data only
+    )
     truncate: int = 0  # frames after which the gradient through time is cut; 0 is never
     backbone: str = "trained"  # or "frozen": as it comes, every picture encoded once
     taught: float = 1.0  # share of frames that teach the encoder what to write; they count more in exchange
@@ -74,6 +77,8 @@ class Recipe:
         for name in ("taught", "still"):
             if not 0 < getattr(self, name) <= 1:
                 raise RecipeError(f"{name}: got {getattr(self, name)}, expected more than 0 and at most 1")
+        if not 0 <= self.branches <= 1:
+            raise RecipeError(f"branches: got {self.branches}, expected 0 to 1")
         if not 0 <= self.jitter < 1:
             raise RecipeError(f"jitter: got {self.jitter}, expected 0 or more and less than 1")
         if self.truncate and self.scan == "budget":

@@ -249,14 +249,14 @@ def failures(records: Sequence[Record]) -> dict[str, Share | None]:
 def branches(records: Sequence[Record]) -> dict[str, Share | None]:
     """Branch accuracy, apart from progress. A branch is decided when its lamp was lit and an option was then taken.
 
-    Decided branches right: of all decided branches, those that follow the cue. The interval takes them as independent.
+    First branch right: of the first branches that are decided, those that follow the cue; a guess is right by chance. Later
+        ones come only after a right one, and who guesses by how a scene looks guesses the same again.
     Rollouts that reach a branch: of all rollouts, those in which the lamp of the first branch was lit.
     Rollouts that decide, none wrong: of the rollouts with a decided branch, those in which all decided ones are right.
-        Guessing, it falls with the number of branches, so it compares methods, not tasks.
     """
     decided = [[d.correct for d in each.decisions if d.frame is not None and d.choice is not None] for each in records]
     return {
-        "Decided branches right": share(hit is True for hits in decided for hit in hits),
+        "First branch right": share(hits[0] is True for hits in decided if hits),
         "Rollouts that reach a branch": share(each.decisions[0].frame is not None for each in records),
         "Rollouts that decide, none wrong": share(all(hits) for hits in decided if hits),
     }

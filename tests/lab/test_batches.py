@@ -1,6 +1,7 @@
 """Batches: every frame its turn, the same after a restart; whole episodes give the memory that deployment gives."""
 
 import copy
+import json
 from dataclasses import replace
 
 import pytest
@@ -315,3 +316,30 @@ def test_frames_that_the_policy_leaves_out_are_never_targets(store, memory):
         episodes, times = drawn.targets(step)
         seen |= set(zip(episodes[:, None].expand_as(times).flatten().tolist(), times.flatten().tolist(), strict=True))
     assert seen == {(e, t) for e in (0, 1) for t in range(int(store.lengths[e]) - dropped)}
+
+
+@pytest.mark.parametrize("memory", ["trace", "none"])
+def test_frames_before_a_choice_that_nothing_shows_can_be_left_out(store, memory, tmp_path):
+    _, batches, before = ready(store, "act")
+    ahead = max(batches.config.action_delta_indices)
+    (tmp_path / "meta").mkdir()
+    sheet, root = tmp_path / "meta" / "trace_bench.jsonl", store.meta.root
+    lamps = [[ahead + 2], [3, 30]]
+    lines = [json.dumps({"decisions": [{"frame": lamp} for lamp in each]}) for each in lamps]
+    asked = replace(batches.recipe, branches=0.0, memory=memory, episodes=2, targets=8)
+    try:
+        store.meta.root = tmp_path
+        with pytest.raises(RecipeError, match="nothing tells where branches are"):
+            Batches(store, batches.config, before, asked, seed=3)
+        sheet.write_text("\n".join(lines) + "\n")
+        drawn = Batches(store, batches.config, before, asked, seed=3)
+    finally:
+        store.meta.root = root
+    seen = set()
+    for step in range(300):
+        episodes, times = drawn.targets(step)
+        seen |= set(zip(episodes[:, None].expand_as(times).flatten().tolist(), times.flatten().tolist(), strict=True))
+    hidden = [{t for lamp in each for t in range(lamp - ahead, lamp + 12)} for each in lamps]  # at 10 Hz
+    assert seen == {(e, t) for e in (0, 1) for t in range(int(store.lengths[e])) if t not in hidden[e]}
+    with pytest.raises(RecipeError, match=r"branches: got 2.0, expected 0 to 1"):
+        replace(batches.recipe, branches=2.0)

@@ -123,6 +123,7 @@ def test_methods_share_an_encoder_that_is_trained_once(tmp_path):
     encoders = {Fake.text(c, "--out"): c for c, _ in trainings if "--encoder" not in c}
     assert len(encoders) == 4
     assert all("steps=4" in command and "backbone=frozen" not in command for command in encoders.values())
+    assert all("branches=0" in command for command in encoders.values())
     methods = [(command, ended) for command, ended in trainings if Fake.text(command, "--out") not in encoders]
     assert len(methods) == 6
     for command, ended in methods:

@@ -289,21 +289,21 @@ def test_wilson_interval():
 def test_branch_accuracy_counts_what_it_says():
     right, wrong = Decision("a", 1, 40, 50, 1), Decision("b", 0, 60, 70, 2)
     undecided, dark = Decision("b", 0, 60), Decision("a", 1)
-    groups = [[right, wrong], [right, undecided], [right, right], [undecided, dark], [dark, dark]]
+    groups = [[right, wrong], [right, undecided], [right, right], [undecided, dark], [dark, dark], [wrong, dark]]
     rollouts = [played(ACT, "Tool", [1], decisions=each, first=i)[0] for i, each in enumerate(groups)]
     found = stats.branches([each.record for each in rollouts])
     counts = {name: (each.count, each.of) for name, each in found.items()}
     assert counts == {
-        "Decided branches right": (4, 5),
-        "Rollouts that reach a branch": (4, 5),
-        "Rollouts that decide, none wrong": (2, 3),
+        "First branch right": (3, 4),
+        "Rollouts that reach a branch": (5, 6),
+        "Rollouts that decide, none wrong": (2, 4),
     }
     assert stats.chance(each.record for each in rollouts) == 50.0  # the wrong choice 2 is no answer
-    assert stats.chance(each.record for each in rollouts[4:]) is None
+    assert stats.chance(each.record for each in rollouts[4:5]) is None
     (made,) = stats.to_json(stats.report(Reading(tuple(rollouts))))["branches"]["rows"]
     assert made["Chance"] == 50.0
-    assert made["Decided branches right"]["percent"] == 80.0
-    assert stats.branches([rollouts[4].record])["Decided branches right"] is None
+    assert made["First branch right"]["percent"] == 75.0
+    assert stats.branches([rollouts[4].record])["First branch right"] is None
 
 
 def test_failures_are_counted_for_each_task():
