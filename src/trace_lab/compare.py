@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field
+from itertools import product
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -134,9 +135,8 @@ def steps_of(plan: Plan, workers: int) -> list[Step]:
         )
         if plan.encoder:
             steps += [encoder(plan, task, policy) for policy in dict.fromkeys(policy for policy, _ in plan.methods)]
-        for policy, memory in plan.methods:
-            for seed in plan.seeds:
-                steps += cell(plan, task, policy, memory, seed, workers)
+    for seed, (policy, memory), task in product(plan.seeds, plan.methods, plan.tasks):  # all of a seed before the next
+        steps += cell(plan, task, policy, memory, seed, workers)
     return steps
 
 
