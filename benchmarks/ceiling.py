@@ -89,7 +89,7 @@ class Imitator(nn.Module):
             nn.utils.clip_grad_norm_(self.parameters(), 1.0)
             optimizer.step()
             schedule.step()
-        return float(loss)
+        return loss.item()
 
     @torch.no_grad()
     def play(self, env: BenchEnv, seed: int, blind: int, *, cue: bool) -> dict[str, object]:
