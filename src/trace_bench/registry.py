@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from trace_bench.task import Task
 
-VERSION = 2  # of the suite: raised when the same seed no longer gives the same episode. The environments' ids end in it
+VERSION = 3  # of the suite: raised when the same seed no longer gives the same episode. The environments' ids end in it
 
 TASKS: dict[str, str] = {
     "Tool": "trace_bench.tasks.tool:Tool",

@@ -19,7 +19,7 @@ from trace_lab.recipe import Recipe, RecipeError
 
 SHAPES = 8  # lengths to which episodes are padded, at most
 STILL = 0.05  # standard deviations of an action that count as no movement
-SHOWN = 1.2  # seconds after which a movement shows what was chosen
+TAKEN = 0.5  # seconds for which an option has been taken when the suite's sheets call it decided
 POOL = 8  # batches whose episodes are sorted by length together, so that a batch holds episodes of similar length
 
 
@@ -63,17 +63,19 @@ def resting(store: FrameStore) -> Tensor:
 
 
 def choosing(store: FrameStore, ahead: int) -> Tensor:
-    """(N,) on the CPU: whether what is done in the next `ahead` frames hangs on a choice that nothing shows yet. Only the
-    suite's datasets tell when a choice had to be made.
+    """(N,) on the CPU: whether what is done in the next `ahead` frames may hang on a choice that nothing shows yet: from so
+    many frames before a lamp until an option is taken. Only the suite's datasets tell when that was.
     """
-    sheet = Path(store.meta.root) / "meta" / "trace_bench.jsonl"
-    if not sheet.exists():
-        raise RecipeError(f"branches: {sheet} is missing, so nothing tells where branches are; expected branches=1")
-    found = torch.zeros(int(store.paths.ends[-1]), dtype=torch.bool)
-    told = [json.loads(line)["decisions"] for line in sheet.read_text().splitlines()]
-    for begin, end, decisions in zip(store.paths.starts.tolist(), store.paths.ends.tolist(), told, strict=True):
-        for lamp in (begin + decision["frame"] for decision in decisions):
-            found[max(begin, lamp - ahead) : min(end, lamp + round(SHOWN * store.meta.fps))] = True
+    sheet, paths = Path(store.meta.root) / "meta" / "trace_bench.jsonl", store.paths
+    told = [json.loads(line)["decisions"] for line in sheet.read_text().splitlines()] if sheet.exists() else []
+    if len(told) != len(paths.ends):
+        raise RecipeError(
+            f"branches: {sheet} tells of {len(told)} episodes, expected {len(paths.ends)}; else take branches=1"
+        )
+    found, late = torch.zeros(int(paths.ends[-1]), dtype=torch.bool), round(TAKEN * store.meta.fps)
+    for begin, end, decisions in zip(paths.starts.tolist(), paths.ends.tolist(), told, strict=True):
+        for each in decisions:
+            found[max(begin, begin + each["frame"] - ahead) : min(end, begin + each["step"] - late)] = True
     return found
 
 

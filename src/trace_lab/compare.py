@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -19,7 +20,7 @@ from rich.console import Console
 from rich.markdown import Markdown
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
-from trace_bench.registry import TASKS, UnknownTaskError, load
+from trace_bench.registry import TASKS, VERSION, UnknownTaskError, load
 from trace_lab import packing, stats
 from trace_lab.collect import EPISODES, tell
 from trace_lab.dataset import write_json
@@ -100,6 +101,7 @@ class Plan:
             "changes": sorted(self.changes),
             "demonstrations": self.demonstrations,
             "size": self.size,
+            "suite": VERSION,
             "encoder": self.encoder,
             "encoders": str(self.encoders) if self.encoders else None,
         }
@@ -124,15 +126,8 @@ def steps_of(plan: Plan, workers: int) -> list[Step]:
     steps = []
     for task in plan.tasks:
         data, count = plan.data / task.lower(), plan.demonstrations or EPISODES[task]
-        steps.append(
-            Step(
-                f"{task}: collect",
-                "collect",
-                ("collect", task, "--episodes", str(count), "--size", str(plan.size), "--out", str(data)),
-                count,
-                lambda data=data: collected(data),  # type: ignore[misc]
-            )
-        )
+        command = ("collect", task, "--episodes", str(count), "--size", str(plan.size), "--out", str(data))
+        steps.append(Step(f"{task}: collect", "collect", command, count, partial(collected, data)))
         if plan.encoder:
             steps += [encoder(plan, task, policy) for policy in dict.fromkeys(policy for policy, _ in plan.methods)]
     for seed, (policy, memory), task in product(plan.seeds, plan.methods, plan.tasks):  # all of a seed before the next
@@ -174,7 +169,8 @@ def cell(plan: Plan, task: str, policy: str, memory: str, seed: int, workers: in
 def collected(data: Path) -> int:
     """Episodes a dataset holds."""
     note = data / "meta" / "trace_bench.json"
-    return int(json.loads(note.read_text())["episodes"]) if note.exists() and not (data / ".collect").exists() else 0
+    told = json.loads(note.read_text()) if note.exists() and not (data / ".collect").exists() else {}
+    return int(told["episodes"]) if told.get("suite") == VERSION else 0  # of another version: `collect` says so
 
 
 def trained(run: Run) -> int:
@@ -233,9 +229,8 @@ def show(progress: Progress, bars: dict[str, TaskID], steps: list[Step], running
     """How far everything is."""
     for kind, task in bars.items():
         now = [step.name for step in running if step.kind == kind]
-        news = f"{len(now)} begun" if now else ""
         done = sum(min(step.amount, step.progress()) for step in steps if step.kind == kind)
-        progress.update(task, completed=done, news=news)
+        progress.update(task, completed=done, news=f"{len(now)} begun" if now else "")
 
 
 def log_of(out: Path, step: Step) -> Path:
@@ -246,8 +241,8 @@ def log_of(out: Path, step: Step) -> Path:
 
 def last_words(log: Path) -> str:
     """The last line of a log that says something."""
-    text = log.read_text(errors="replace") if log.exists() else ""
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    said = log.read_text(errors="replace") if log.exists() else ""
+    lines = [line.strip() for line in said.splitlines() if line.strip()]
     return f"{lines[-1][:300]} ({log})" if lines else str(log)
 
 

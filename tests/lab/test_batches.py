@@ -324,12 +324,12 @@ def test_frames_before_a_choice_that_nothing_shows_can_be_left_out(store, memory
     ahead = max(batches.config.action_delta_indices)
     (tmp_path / "meta").mkdir()
     sheet, root = tmp_path / "meta" / "trace_bench.jsonl", store.meta.root
-    lamps = [[ahead + 2], [3, 30]]
-    lines = [json.dumps({"decisions": [{"frame": lamp} for lamp in each]}) for each in lamps]
+    lamps = [[(ahead + 2, ahead + 16)], [(3, 12), (30, 60)]]  # lit, decided
+    lines = [json.dumps({"decisions": [{"frame": lit, "step": step} for lit, step in each]}) for each in lamps]
     asked = replace(batches.recipe, branches=0.0, memory=memory, episodes=2, targets=8)
     try:
         store.meta.root = tmp_path
-        with pytest.raises(RecipeError, match="nothing tells where branches are"):
+        with pytest.raises(RecipeError, match="tells of 0 episodes, expected 2"):
             Batches(store, batches.config, before, asked, seed=3)
         sheet.write_text("\n".join(lines) + "\n")
         drawn = Batches(store, batches.config, before, asked, seed=3)
@@ -339,7 +339,7 @@ def test_frames_before_a_choice_that_nothing_shows_can_be_left_out(store, memory
     for step in range(300):
         episodes, times = drawn.targets(step)
         seen |= set(zip(episodes[:, None].expand_as(times).flatten().tolist(), times.flatten().tolist(), strict=True))
-    hidden = [{t for lamp in each for t in range(lamp - ahead, lamp + 12)} for each in lamps]  # at 10 Hz
+    hidden = [{t for lit, step in each for t in range(lit - ahead, step - 5)} for each in lamps]  # at 10 Hz
     assert seen == {(e, t) for e in (0, 1) for t in range(int(store.lengths[e])) if t not in hidden[e]}
     with pytest.raises(RecipeError, match=r"branches: got 2.0, expected 0 to 1"):
         replace(batches.recipe, branches=2.0)

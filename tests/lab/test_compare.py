@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from trace_bench.registry import VERSION
 from trace_lab import compare as compare_module
 from trace_lab import packing
 from trace_lab.cli import main
@@ -54,7 +55,7 @@ class Fake:
         folder = self.value(command, "--out") / "meta"
         folder.mkdir(parents=True)
         note = folder / "trace_bench.tmp"  # there at once, as the real one: others look at it all the time
-        note.write_text(json.dumps({"episodes": int(self.text(command, "--episodes"))}))
+        note.write_text(json.dumps({"episodes": int(self.text(command, "--episodes")), "suite": VERSION}))
         note.rename(folder / "trace_bench.json")
 
     def train(self, command) -> None:
