@@ -26,7 +26,7 @@ class Tool(Task):
     name = "Tool"
     instruction = "Cover the object, then use the two tools it needs, in order."
     cues = OBJECTS
-    seconds = 33.0
+    seconds = 32.0
     paper = Profile(30, 1045, 2.0)
     lamps = (1, 4)
     clock = (8.0, 16.4)
@@ -155,7 +155,7 @@ class Tool(Task):
             yield from expert.pick("right", TOOLS[tool])
             yield from expert.reach("right", expert.world.spot("bench"), 0.18)
             yield from expert.reach("right", expert.world.spot("bench"), 0.07)
-            yield from expert.reach("right", expert.world.spot("bench"), 0.18)
             yield from expert.place("right", f"{TOOLS[tool]} rest")
-            yield from expert.reach("right", expert.world.spot("bench"), 0.18)  # home by the same way from all three
+            if phase == 1:  # home by the same way from all three, since a choice follows
+                yield from expert.reach("right", expert.world.spot("bench"), 0.18)
             yield from expert.home("right")
