@@ -371,6 +371,8 @@ def compare(
         for task, policy in ((task, policy) for task in names for policy, _ in chosen if encoders):
             if not trained(run := plan.encoder_of(task, policy)):
                 raise CompareError(f"encoders: {run.folder}: no trained {policy} there; compare --encoder makes them")
+            if json.loads((run.folder / "run.json").read_text())["asked"]["recipe"].get("branches", 1):
+                tell(console, f"{run.folder}: trained without branches=0, may have {task}'s choices by heart (0009)")
         if plan_only:
             for step in steps_of(plan, 1):
                 tell(console, f"{'done' if step.done else 'to do'}: {step.name}")

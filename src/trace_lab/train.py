@@ -285,9 +285,7 @@ def run_training(
     run, main = Run(out), accelerator.is_main_process
     run.check(asked)
     with run.locked() if main else contextlib.nullcontext():
-        once = (
-            made.backbone == "frozen" and cache is not None
-        )  # each picture is encoded once, if the cache has no maps yet
+        once = made.backbone == "frozen" and cache is not None  # then a picture is encoded at most once
         place = "file" if once and frames == "auto" else frames
         store = open_frames(
             meta, accelerator.device, cameras=cameras(made, meta), place=place, cache=cache, console=console

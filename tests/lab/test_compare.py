@@ -13,7 +13,7 @@ from trace_bench.registry import VERSION
 from trace_lab import compare as compare_module
 from trace_lab import packing
 from trace_lab.cli import main
-from trace_lab.compare import GROUPS, Plan, method, methods_of, steps_of, work
+from trace_lab.compare import GROUPS, Plan, collected, method, methods_of, steps_of, work
 from trace_lab.packing import Packed, choose
 from trace_lab.recipe import RecipeError
 from trace_lab.runners import Here, OnRay
@@ -60,6 +60,9 @@ class Fake:
 
     def train(self, command) -> None:
         (self.value(command, "--out") / "checkpoints" / "000004").mkdir(parents=True)
+        if self.value(command, "--out").parent.name == "encoder":
+            note = {"asked": {"recipe": {"branches": 0 if "branches=0" in command else 1}}}
+            (self.value(command, "--out") / "run.json").write_text(json.dumps(note))
 
     def eval(self, command) -> None:
         task, run = self.text(command, "--task"), command[1]
@@ -137,6 +140,20 @@ def test_methods_share_an_encoder_that_is_trained_once(tmp_path):
     assert made.made("act", "trace").backbone == "frozen"
 
 
+def test_all_of_a_seed_comes_before_the_next(tmp_path):
+    made = plan(tmp_path, tasks=("Cable", "Medicine"), seeds=(0, 1))
+    order = [step.name for step in steps_of(made, 1) if step.kind == "train"]
+    cells = [f"{task}: act+{memory}, seed" for memory in ("none", "trace") for task in ("Cable", "Medicine")]
+    assert order == [f"{cell} {seed}" for seed in (0, 1) for cell in cells]
+
+
+def test_data_of_another_version_of_the_suite_do_not_count(tmp_path):
+    (tmp_path / "meta").mkdir()
+    for version, count in ((VERSION, 3), (VERSION - 1, 0)):
+        (tmp_path / "meta" / "trace_bench.json").write_text(json.dumps({"episodes": 3, "suite": version}))
+        assert collected(tmp_path) == count
+
+
 def test_encoders_of_another_comparison_are_used(tmp_path, capsys):
     for name in ("first", "second"):
         (tmp_path / name).mkdir()
@@ -150,8 +167,13 @@ def test_encoders_of_another_comparison_are_used(tmp_path, capsys):
         assert Fake.text(command, "--encoder") == str(first.out / "cable" / "encoder" / "act")
         assert "backbone=frozen" in command
     words = ["compare", "--out", str(tmp_path / "third"), "--tasks", "Cable", "Tool", "--methods", "act+gru"]
-    assert main([*words, "--encoders", str(first.out)]) == 2
-    assert "no trained act there; compare --encoder makes them" in capsys.readouterr().err
+    for branches in (0, 1):
+        note = {"asked": {"recipe": {"branches": branches}}}
+        (first.out / "cable" / "encoder" / "act" / "run.json").write_text(json.dumps(note))
+        assert main([*words, "--encoders", str(first.out)]) == 2
+        told = capsys.readouterr()
+        assert "no trained act there; compare --encoder makes them" in told.err
+        assert ("by heart" in " ".join(told.out.split())) == (branches == 1)
     assert main([*words, "--encoders", str(first.out), "--encoder", "5"]) == 2
     assert "not both" in capsys.readouterr().err
 
