@@ -29,6 +29,7 @@ class MemoryOptions:
     update_every: int = (
         1  # control steps between two observations that the memory takes in; more needs `tracemem train`
     )
+    grid: int = 3  # what is seen is written as grid x grid places; 1 is their mean
     lr: float = 1e-4  # of the memory
     adapter_lr: float = 1e-4  # of what joins it to the policy
     width: int | None = None
@@ -59,8 +60,9 @@ class MemoryOptions:
             raise ValueError(
                 f"memory.budget, memory.stride: got {self.budget}, {self.stride}, expected at least 2 and 1"
             )
-        if self.update_every < 1:
-            raise ValueError(f"memory.update_every: got {self.update_every}, expected at least 1")
+        for name in ("update_every", "grid"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"memory.{name}: got {getattr(self, name)}, expected at least 1")
         self.config(channels=1)
 
     def config(self, channels: int) -> MemoryConfig:

@@ -22,25 +22,27 @@ FORM = 1  # 1: content and keys are normalised
 
 
 class Content(nn.Module):
-    """e_t = [v, p]: the backbone's maps pooled over space and cameras, and an embedding of the standardised state. Both are
-    brought to the same scale, step by step: whatever training does to them, gates are not driven to where they stay shut.
+    """e_t = [v, p]: the backbone's maps pooled and averaged over cameras, and an embedding of the standardised state. Pooling
+    keeps where things are, on a coarse grid. Both are brought to the same scale, step by step: whatever training does to
+    them, gates are not driven to where they stay shut.
     """
 
     mean: Tensor
     std: Tensor
 
-    def __init__(self, vision: int, channels: int, width: int):
+    def __init__(self, vision: int, channels: int, width: int, grid: int):
         super().__init__()
-        self.vision = nn.Identity() if vision == width else nn.Linear(vision, width)
+        self.grid = grid
+        self.vision = nn.Linear(vision * grid**2, width)
         self.state = nn.Linear(channels, width)
         self.register_buffer("mean", torch.zeros(channels))
         self.register_buffer("std", torch.ones(channels))
 
     def forward(self, maps: list[Tensor], state: Tensor) -> Tensor:
         """From one map (N, C, h, w) a camera and raw states (N, d) to (N, 2 width)."""
-        v = torch.stack([each.mean((-2, -1)) for each in maps]).mean(0)
-        p = self.state((state - self.mean) / self.std)
-        return torch.cat([F.layer_norm(x, x.shape[-1:]) for x in (self.vision(v), p)], dim=-1)
+        pooled = torch.stack([F.adaptive_avg_pool2d(each, self.grid).flatten(1) for each in maps])
+        v, p = self.vision(pooled.mean(0)), self.state((state - self.mean) / self.std)
+        return torch.cat([F.layer_norm(x, x.shape[-1:]) for x in (v, p)], dim=-1)
 
 
 class Recall(nn.Module):
@@ -49,7 +51,7 @@ class Recall(nn.Module):
     def __init__(self, options: MemoryOptions, channels: int, vision: int):
         super().__init__()
         config = options.config(channels)
-        self.content = Content(vision, channels, config.width)
+        self.content = Content(vision, channels, config.width, options.grid)
         self.memory = build(config)
         self.adapter: nn.Module = nn.Identity()
         self.register_buffer("frames", torch.zeros((), dtype=torch.int64))  # states the statistics are of; 0: none yet

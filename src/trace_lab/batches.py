@@ -121,6 +121,9 @@ class Batches:
         self.features: Any = None  # feature maps in place of pictures, where the encoder is not trained
         dropped = int(getattr(config, "drop_n_last_frames", 0))
         self.usable = (store.lengths - dropped).clamp_min(1)
+        self.unseen: Tensor | None = None  # (N,) bool: frames whose actions hang on a choice that cannot be seen
+        if recipe.branches < 1:
+            self.unseen = choosing(store, max(config.action_delta_indices))
         self.weight = self._weights().cumsum(0)  # (N,): frames are drawn by these
         self._order: tuple[int, Tensor] | None = None  # of the epoch that is going on
         self.pad = 1
@@ -136,9 +139,8 @@ class Batches:
         weight = ((frame >= paths.starts[owner]) & (frame < (paths.starts + self.usable)[owner])).double()
         if self.recipe.still < 1:
             weight *= torch.where(resting(self.store), self.recipe.still, 1.0)
-        if self.recipe.branches < 1:
-            ahead = max(self.config.action_delta_indices)
-            weight *= torch.where(choosing(self.store, ahead), self.recipe.branches, 1.0)
+        if self.unseen is not None and not self.whole:
+            weight *= torch.where(self.unseen, self.recipe.branches, 1.0)
         return weight
 
     def lengths(self) -> list[int]:
@@ -257,7 +259,7 @@ class Batches:
             row=row,
             time=(target - begin).clamp_min(0).div(every, rounding_mode="floor"),
             seen=there,
-            taught=self._taught(len(rows), there),
+            taught=self._taught(rows, there),
         )
         return batch, weight
 
@@ -272,12 +274,16 @@ class Batches:
                 batch[name] = column[seen] if isinstance(self.config, DiffusionConfig) else column[seen[:, -1]]
         return batch
 
-    def _taught(self, count: int, seen: Tensor) -> Tensor | None:
+    def _taught(self, rows: Tensor, seen: Tensor) -> Tensor | None:
         """Frames through which the encoder learns: those the policy looks at, and of the others a share, each weighing the
-        more, so that on average the gradient is what it would be with all of them.
+        more, so that on average the gradient is what it would be with all of them. `branches` of it where nothing shows
+        what to do, or the encoder would learn that by heart.
         """
-        if self.recipe.taught == 1:
+        share = self.recipe.taught
+        if share == 1 and self.unseen is None:
             return None
-        weight = (torch.rand(count, device=seen.device) < self.recipe.taught).float() / self.recipe.taught
+        weight = (torch.rand(len(rows), device=rows.device) < share).float() / share
         weight[seen.flatten()] = 1.0
+        if self.unseen is not None:
+            weight[self.unseen.to(rows.device)[rows]] *= self.recipe.branches
         return weight

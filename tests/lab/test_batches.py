@@ -172,7 +172,7 @@ def test_the_lucky_share_is_weighed_by_its_chance(store):
     _, batches, _ = ready(store, "act", taught=0.25)
     torch.manual_seed(0)
     seen = torch.tensor([[3], [4]])
-    drawn = torch.stack([batches._taught(40, seen) for _ in range(2000)])
+    drawn = torch.stack([batches._taught(torch.arange(40), seen) for _ in range(2000)])
     assert set(drawn.unique().tolist()) == {0.0, 1.0, 4.0}
     assert (drawn[:, [3, 4]] == 1).all()
     others = torch.cat([drawn[:, :3], drawn[:, 5:]], 1)
@@ -319,7 +319,7 @@ def test_frames_that_the_policy_leaves_out_are_never_targets(store, memory):
 
 
 @pytest.mark.parametrize("memory", ["trace", "none"])
-def test_frames_before_a_choice_that_nothing_shows_can_be_left_out(store, memory, tmp_path):
+def test_frames_before_a_choice_that_nothing_shows_need_not_teach_the_encoder(store, memory, tmp_path):
     _, batches, before = ready(store, "act")
     ahead = max(batches.config.action_delta_indices)
     (tmp_path / "meta").mkdir()
@@ -340,6 +340,13 @@ def test_frames_before_a_choice_that_nothing_shows_can_be_left_out(store, memory
         episodes, times = drawn.targets(step)
         seen |= set(zip(episodes[:, None].expand_as(times).flatten().tolist(), times.flatten().tolist(), strict=True))
     hidden = [{t for lit, step in each for t in range(lit - ahead, step - 5)} for each in lamps]  # at 10 Hz
-    assert seen == {(e, t) for e in (0, 1) for t in range(int(store.lengths[e])) if t not in hidden[e]}
+    every = {(e, t) for e in (0, 1) for t in range(int(store.lengths[e]))}
+    shown = {(e, t) for e, t in every if t not in hidden[e]}
+    assert seen == (shown if memory == "none" else every)
+    if memory != "none":  # they are learnt from, and teach the encoder nothing
+        first = store.starts.tolist()
+        rows = torch.tensor([first[e] + t for e, t in sorted(every)])
+        taught = drawn._taught(rows, torch.arange(len(rows)))
+        assert taught.tolist() == [float(each in shown) for each in sorted(every)]
     with pytest.raises(RecipeError, match=r"branches: got 2.0, expected 0 to 1"):
         replace(batches.recipe, branches=2.0)

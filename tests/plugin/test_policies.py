@@ -27,6 +27,7 @@ from lerobot.rollout.inference.rtc import supports_rtc_inference
 from lerobot_policy_trace import MemoryOptions, TraceActConfig, TraceDiffusionConfig
 from lerobot_policy_trace.modeling_trace import TraceActPolicy, TraceDiffusionPolicy
 from lerobot_policy_trace.paths import DatasetError, Paths
+from lerobot_policy_trace.recall import Content
 from trace_memory.config import MEMORIES
 
 CAMERAS = [f"observation.images.{name}" for name in ("overhead", "left_wrist", "right_wrist")]
@@ -285,11 +286,25 @@ def test_content_keeps_its_size_whatever_training_does_to_it(dataset):
     with torch.no_grad():
         content.vision.weight.mul_(100.0)
         content.state.weight.mul_(0.01)
-    maps = [torch.randn(5, content.vision.in_features, 3, 3)]
+    maps = [torch.randn(5, content.vision.in_features // content.grid**2, 3, 3)]
     v, p = content(maps, torch.randn(5, len(content.mean))).chunk(2, dim=-1)
     for part in (v, p):
         torch.testing.assert_close(part.mean(-1), torch.zeros(5), atol=1e-4, rtol=0)
         torch.testing.assert_close(part.var(-1, correction=0), torch.ones(5), atol=0.05, rtol=0)
+
+
+def test_content_tells_where_something_is_but_not_in_which_camera():
+    torch.manual_seed(0)
+    left, right = torch.zeros(2, 1, 8, 6, 6)
+    left[..., :2], right[..., 4:] = 1.0, 1.0
+    state = torch.zeros(1, 4)
+    for grid in (1, 3):
+        content = Content(vision=8, channels=4, width=16, grid=grid)
+        with torch.no_grad():
+            pictures = [(left, right), (right, left), (left, left)]
+            one, swapped, other = (content(list(maps), state) for maps in pictures)
+        torch.testing.assert_close(one, swapped)
+        assert torch.allclose(one, other, atol=1e-5) == (grid == 1)
 
 
 @pytest.mark.parametrize("strict", [True, False])
