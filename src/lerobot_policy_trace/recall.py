@@ -22,9 +22,9 @@ FORM = 1  # 1: content and keys are normalised
 
 
 class Content(nn.Module):
-    """e_t = [v, p]: the backbone's maps pooled and averaged over cameras, and an embedding of the standardised state. Pooling
-    keeps where things are, on a coarse grid. Both are brought to the same scale, step by step: whatever training does to
-    them, gates are not driven to where they stay shut.
+    """e_t = [v, p]: the backbone's maps, pooled to a coarse grid and averaged over cameras, and an embedding of the
+    standardised state. Both are brought to the same scale, step by step: whatever training does to them, gates are not
+    driven to where they stay shut.
     """
 
     mean: Tensor

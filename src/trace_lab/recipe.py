@@ -38,7 +38,9 @@ class Recipe:
     episodes: int = 8  # episodes in a batch
     targets: int = 32  # targets of each
     still: float = 1.0  # how often a frame before a second of rest is a target, as a share of the others
-    branches: float = 1.0  # share of what a frame teaches the encoder if a choice follows that cannot be seen; suite only
+    branches: float = (
+        1.0  # what a frame teaches the encoder if an unseen choice follows, as a share; the suite's data only
+    )
     truncate: int = 0  # frames after which the gradient through time is cut; 0 is never
     backbone: str = "trained"  # or "frozen": as it comes, every picture encoded once
     taught: float = 1.0  # share of frames that teach the encoder what to write; they count more in exchange

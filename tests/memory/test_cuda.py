@@ -53,7 +53,7 @@ def test_a_captured_scan_equals_the_eager_one(preset, fuse, monkeypatch):
         expected = torch.autograd.grad(eager.z.square().sum(), wanted)
         for a, b in zip((*found[:5], *found.routing), (*eager[:5], *eager.routing), strict=True):
             torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
-        for a, b in zip(grads, expected, strict=True):  # sums of many terms, in another order: small ones are all rounding
+        for a, b in zip(grads, expected, strict=True):  # sums in another order: small ones are all rounding
             assert (a - b).norm() < 1e-4 * b.norm()
     memory.train()
     with pytest.raises(ValueError, match="training is True, expected False"):
