@@ -61,7 +61,9 @@ class Network(nn.Module):
     def __init__(self, memory: str, paths: Paths, actions: int):
         super().__init__()
         channels = paths.states.shape[1]
-        self.recall = Recall(MemoryOptions(name=memory, update_every=EVERY, width=WIDTH, hidden=WIDTH), channels, 512)
+        self.recall = Recall(
+            MemoryOptions(name=memory, update_every=EVERY, width=WIDTH, hidden=WIDTH, grid=1), channels, 512
+        )
         self.recall.fit(paths)
         self.now, self.remembered, self.alone = nn.Linear(512 + channels, 256), nn.LazyLinear(256), False
         self.out = nn.Sequential(nn.GELU(), nn.Linear(256, 256), nn.GELU(), nn.Linear(256, AHEAD * actions))

@@ -29,7 +29,9 @@ class MemoryOptions:
     update_every: int = (
         1  # control steps between two observations that the memory takes in; more needs `tracemem train`
     )
-    grid: int = 3  # what is seen is written as grid x grid places; 1 is their mean
+    grid: int | None = (
+        None  # what is seen is written as grid x grid places, 1 is their mean; None: 3, in preset paper 1
+    )
     lr: float = 1e-4  # of the memory
     adapter_lr: float = 1e-4  # of what joins it to the policy
     width: int | None = None
@@ -60,9 +62,10 @@ class MemoryOptions:
             raise ValueError(
                 f"memory.budget, memory.stride: got {self.budget}, {self.stride}, expected at least 2 and 1"
             )
-        for name in ("update_every", "grid"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"memory.{name}: got {getattr(self, name)}, expected at least 1")
+        if self.update_every < 1:
+            raise ValueError(f"memory.update_every: got {self.update_every}, expected at least 1")
+        if self.places < 1:
+            raise ValueError(f"memory.grid: got {self.grid}, expected at least 1")
         self.config(channels=1)
 
     def config(self, channels: int) -> MemoryConfig:
@@ -72,6 +75,11 @@ class MemoryOptions:
         base = replace(PRESETS[self.preset], channels=channels, **changes)
         losses = {name: getattr(self, name) for name in AuxiliaryWeights._fields if getattr(self, name) is not None}
         return replace(base, content=2 * base.width, auxiliary=base.auxiliary._replace(**losses))
+
+    @property
+    def places(self) -> int:
+        """On a side of the grid in which things are seen; the paper pools them."""
+        return (1 if self.preset == "paper" else 3) if self.grid is None else self.grid
 
     @property
     def history(self) -> list[int]:

@@ -18,7 +18,7 @@ from lerobot_policy_trace.paths import Paths
 from trace_memory.config import build
 from trace_memory.normalise import Moments, Normaliser
 
-FORM = 1  # 1: content and keys are normalised
+FORM = 2  # 1: content and keys are normalised; 2: what is seen keeps its places
 
 
 class Content(nn.Module):
@@ -33,7 +33,7 @@ class Content(nn.Module):
     def __init__(self, vision: int, channels: int, width: int, grid: int):
         super().__init__()
         self.grid = grid
-        self.vision = nn.Linear(vision * grid**2, width)
+        self.vision = nn.Identity() if grid == 1 and vision == width else nn.Linear(vision * grid**2, width)
         self.state = nn.Linear(channels, width)
         self.register_buffer("mean", torch.zeros(channels))
         self.register_buffer("std", torch.ones(channels))
@@ -51,7 +51,7 @@ class Recall(nn.Module):
     def __init__(self, options: MemoryOptions, channels: int, vision: int):
         super().__init__()
         config = options.config(channels)
-        self.content = Content(vision, channels, config.width, options.grid)
+        self.content = Content(vision, channels, config.width, options.places)
         self.memory = build(config)
         self.adapter: nn.Module = nn.Identity()
         self.register_buffer("frames", torch.zeros((), dtype=torch.int64))  # states the statistics are of; 0: none yet
@@ -68,7 +68,7 @@ class Recall(nn.Module):
             errors: list[str] = rest[-1]
             errors.append(
                 f"{prefix}form: got {0 if found is None else int(found)}, expected {FORM}: weights of a memory whose "
-                "content and keys were not normalised (CHANGELOG). Train anew, or use the version that made them"
+                "contents were made in another way (CHANGELOG). Train anew, or use the version that made them"
             )
         super()._load_from_state_dict(state, prefix, *rest)
 

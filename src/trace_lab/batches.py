@@ -123,7 +123,7 @@ class Batches:
         self.usable = (store.lengths - dropped).clamp_min(1)
         self.unseen: Tensor | None = None  # (N,) bool: frames whose actions hang on a choice that cannot be seen
         if recipe.branches < 1:
-            self.unseen = choosing(store, max(config.action_delta_indices))
+            self.unseen = choosing(store, max(config.action_delta_indices)).to(store.device)
         self.weight = self._weights().cumsum(0)  # (N,): frames are drawn by these
         self._order: tuple[int, Tensor] | None = None  # of the epoch that is going on
         self.pad = 1
@@ -140,7 +140,7 @@ class Batches:
         if self.recipe.still < 1:
             weight *= torch.where(resting(self.store), self.recipe.still, 1.0)
         if self.unseen is not None and not self.whole:
-            weight *= torch.where(self.unseen, self.recipe.branches, 1.0)
+            weight *= torch.where(self.unseen.cpu(), self.recipe.branches, 1.0)
         return weight
 
     def lengths(self) -> list[int]:
@@ -285,5 +285,5 @@ class Batches:
         weight = (torch.rand(len(rows), device=rows.device) < share).float() / share
         weight[seen.flatten()] = 1.0
         if self.unseen is not None:
-            weight[self.unseen.to(rows.device)[rows]] *= self.recipe.branches
+            weight *= torch.where(self.unseen[rows], self.recipe.branches, 1.0)
         return weight

@@ -96,12 +96,15 @@ class Plan:
     @property
     def fixed(self) -> dict[str, Any]:
         """What all cells of a folder must share. Tasks, methods and seeds may be added to."""
+        from lerobot_policy_trace.recall import FORM
+
         return {
             "preset": self.preset,
             "changes": sorted(self.changes),
             "demonstrations": self.demonstrations,
             "size": self.size,
             "suite": VERSION,
+            "contents": FORM,
             "encoder": self.encoder,
             "encoders": str(self.encoders) if self.encoders else None,
         }

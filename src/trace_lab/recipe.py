@@ -79,6 +79,11 @@ class Recipe:
                 raise RecipeError(f"{name}: got {getattr(self, name)}, expected more than 0 and at most 1")
         if not 0 <= self.branches <= 1:
             raise RecipeError(f"branches: got {self.branches}, expected 0 to 1")
+        if self.branches < 1 and (self.backbone == "frozen" or (self.scan == "budget" and self.memory != "none")):
+            raise RecipeError(
+                f"branches: got {self.branches} with backbone={self.backbone} and scan={self.scan}, expected 1: it is "
+                "for an encoder that is trained, with whole episodes or without a memory"
+            )
         if not 0 <= self.jitter < 1:
             raise RecipeError(f"jitter: got {self.jitter}, expected 0 or more and less than 1")
         if self.truncate and self.scan == "budget":

@@ -250,7 +250,7 @@ def branches(records: Sequence[Record]) -> dict[str, Share | None]:
     """Branch accuracy, apart from progress. A branch is decided when its lamp was lit and an option was then taken.
 
     First branch right: of the first branches that are decided, those that follow the cue; a guess is right by chance. Later
-        ones come only after a right one, and who guesses by how a scene looks guesses the same again.
+        ones come only after a right one, and who guesses by how a scene looks may guess the same again.
     Rollouts that reach a branch: of all rollouts, those in which the lamp of the first branch was lit.
     Rollouts that decide, none wrong: of the rollouts with a decided branch, those in which all decided ones are right.
     """

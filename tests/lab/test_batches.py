@@ -348,5 +348,13 @@ def test_frames_before_a_choice_that_nothing_shows_need_not_teach_the_encoder(st
         rows = torch.tensor([first[e] + t for e, t in sorted(every)])
         taught = drawn._taught(rows, torch.arange(len(rows)))
         assert taught.tolist() == [float(each in shown) for each in sorted(every)]
+        drawn.recipe = replace(asked, branches=0.5, taught=0.25)
+        weights = drawn._taught(rows, rows[:1])  # but for one, no frame is looked at
+        unseen = torch.tensor([each not in shown for each in sorted(every)])
+        assert set(weights[1:][unseen[1:]].tolist()) == {0.0, 2.0}
+        assert set(weights[1:][~unseen[1:]].tolist()) == {0.0, 4.0}
     with pytest.raises(RecipeError, match=r"branches: got 2.0, expected 0 to 1"):
         replace(batches.recipe, branches=2.0)
+    for change in ({"backbone": "frozen"}, {"scan": "budget", "memory": "trace"}):  # nothing to teach; not told where
+        with pytest.raises(RecipeError, match=r"branches: got 0.5 with backbone=\w+ and scan=\w+, expected 1"):
+            replace(batches.recipe, branches=0.5, **change)

@@ -54,7 +54,7 @@ def test_a_captured_scan_equals_the_eager_one(preset, fuse, monkeypatch):
         for a, b in zip((*found[:5], *found.routing), (*eager[:5], *eager.routing), strict=True):
             torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
         for a, b in zip(grads, expected, strict=True):  # sums in another order: small ones are all rounding
-            assert (a - b).norm() < 1e-4 * b.norm()
+            assert (a - b).norm() <= 1e-4 * b.norm() + 1e-6
     memory.train()
     with pytest.raises(ValueError, match="training is True, expected False"):
         captured(contents, path, valid)

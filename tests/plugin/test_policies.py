@@ -308,16 +308,32 @@ def test_content_tells_where_something_is_but_not_in_which_camera():
 
 
 @pytest.mark.parametrize("strict", [True, False])
-def test_weights_from_before_contents_were_normalised_are_refused(dataset, strict):
+def test_weights_of_contents_of_another_form_are_refused(dataset, strict):
     policy, *_ = ours("act", dataset)
     weights = policy.state_dict()
     policy.load_state_dict(weights, strict=strict)
     policy.load_state_dict(
         {n: x for n, x in weights.items() if not n.startswith("recall.")}, strict=False
     )  # a stock one's
-    del weights["recall.form"]
-    with pytest.raises(RuntimeError, match=r"recall\.form: got 0, expected 1"):
+    weights["recall.form"] = torch.tensor(
+        1
+    )  # contents were the mean over the picture, without weights where it was as wide
+    with pytest.raises(RuntimeError, match=r"recall\.form: got 1, expected 2"):
         policy.load_state_dict(weights, strict=strict)
+    del weights["recall.form"]
+    with pytest.raises(RuntimeError, match=r"recall\.form: got 0, expected 2"):
+        policy.load_state_dict(weights, strict=strict)
+
+
+def test_the_paper_pools_what_is_seen():
+    assert MemoryOptions(preset="paper").places == 1
+    assert MemoryOptions().places == 3
+    assert MemoryOptions(preset="paper", grid=2).places == 2
+    with pytest.raises(ValueError, match=r"memory\.grid: got 0, expected at least 1"):
+        MemoryOptions(grid=0)
+    assert not list(Content(vision=512, channels=4, width=512, grid=1).vision.parameters())
+    smaller = torch.randn(2, 8, 2, 2)  # than the grid: every place gets something
+    assert Content(vision=8, channels=4, width=16, grid=3)([smaller], torch.zeros(2, 4)).isfinite().all()
 
 
 def test_a_policy_can_be_copied_after_training(dataset):
