@@ -39,13 +39,10 @@ def first_frames(task: str, split: str, count: int) -> tuple[dict[str, Tensor], 
         observation, info = env.reset(seed=seed)
         seen.append(observation)
         cues.append(info["scoring"]["cue"])
-    pictures = {
-        f"observation.images.{name}": torch.tensor(np.stack([each["pixels"][name] for each in seen])).permute(
-            0, 3, 1, 2
-        )
-        / 255
-        for name in seen[0]["pixels"]
-    }
+    pictures = {}
+    for name in seen[0]["pixels"]:
+        taken = torch.tensor(np.stack([each["pixels"][name] for each in seen]))
+        pictures[f"observation.images.{name}"] = taken.permute(0, 3, 1, 2) / 255
     return pictures, torch.tensor(np.stack([each["agent_pos"] for each in seen])).float(), torch.tensor(cues)
 
 

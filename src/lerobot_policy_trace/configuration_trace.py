@@ -29,9 +29,7 @@ class MemoryOptions:
     update_every: int = (
         1  # control steps between two observations that the memory takes in; more needs `tracemem train`
     )
-    grid: int | None = (
-        None  # what is seen is written as grid x grid places, 1 is their mean; None: 3, in preset paper 1
-    )
+    grid: int | None = None  # what is seen is written as grid x grid places; None: 3, or 1 (their mean) in preset paper
     lr: float = 1e-4  # of the memory
     adapter_lr: float = 1e-4  # of what joins it to the policy
     width: int | None = None
