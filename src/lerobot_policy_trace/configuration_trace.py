@@ -37,6 +37,7 @@ class MemoryOptions:
     slots: int | None = None
     depth: int | None = None
     key: str | None = None
+    path: str | None = None
     fade: float | None = None
     bound: float | None = None
     gate: str | None = None

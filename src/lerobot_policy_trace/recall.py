@@ -18,7 +18,8 @@ from lerobot_policy_trace.paths import Paths
 from trace_memory.config import build
 from trace_memory.normalise import Moments, Normaliser
 
-FORM = 2  # 1: content and keys are normalised; 2: what is seen keeps its places
+FORM = 2  # of contents. 1: they and keys are normalised; 2: what is seen keeps its places
+ROUTED = 3  # of weights with slots. 3: the path routes by angles, and is written only where it mixes
 
 
 class Content(nn.Module):
@@ -40,9 +41,13 @@ class Content(nn.Module):
 
     def forward(self, maps: list[Tensor], state: Tensor) -> Tensor:
         """From one map (N, C, h, w) a camera and raw states (N, d) to (N, 2 width)."""
-        pooled = torch.stack([F.adaptive_avg_pool2d(each, self.grid).flatten(1) for each in maps])
-        v, p = self.vision(pooled.mean(0)), self.state((state - self.mean) / self.std)
+        places = torch.stack([self._places(each).flatten(1) for each in maps])
+        v, p = self.vision(places.mean(0)), self.state((state - self.mean) / self.std)
         return torch.cat([F.layer_norm(x, x.shape[-1:]) for x in (v, p)], dim=-1)
+
+    def _places(self, maps: Tensor) -> Tensor:
+        as_they_are = maps.shape[-2:] == (self.grid, self.grid)  # PyTorch would average each place with nothing, slowly
+        return maps if as_they_are else F.adaptive_avg_pool2d(maps, self.grid)
 
 
 class Recall(nn.Module):
@@ -55,7 +60,8 @@ class Recall(nn.Module):
         self.memory = build(config)
         self.adapter: nn.Module = nn.Identity()
         self.register_buffer("frames", torch.zeros((), dtype=torch.int64))  # states the statistics are of; 0: none yet
-        self.register_buffer("form", torch.tensor(FORM))  # what the weights are weights of
+        self.expected = ROUTED if hasattr(self.memory, "slots") else FORM  # what the weights are weights of
+        self.register_buffer("form", torch.tensor(self.expected))
         self.width, self.weights, self.every = config.width, config.auxiliary_weights, options.update_every
 
     frames: Tensor
@@ -63,12 +69,12 @@ class Recall(nn.Module):
 
     def _load_from_state_dict(self, state: dict[str, Any], prefix: str, *rest: Any) -> None:
         """Refuses weights of another form, whatever `strict` says: they would load, and compute something else."""
-        found = state.get(f"{prefix}form")
-        if any(name.startswith(prefix) for name in state) and (found is None or int(found) != FORM):
+        found, mine = state.get(f"{prefix}form"), self.expected
+        if any(name.startswith(prefix) for name in state) and (found is None or int(found) != mine):
             errors: list[str] = rest[-1]
             errors.append(
-                f"{prefix}form: got {0 if found is None else int(found)}, expected {FORM}: weights of a memory whose "
-                "contents were made in another way (CHANGELOG). Train anew, or use the version that made them"
+                f"{prefix}form: got {0 if found is None else int(found)}, expected {mine}: weights of a memory whose "
+                "contents or routes were made in another way (CHANGELOG). Train anew, or use the version that made them"
             )
         super()._load_from_state_dict(state, prefix, *rest)
 

@@ -38,8 +38,9 @@ class MemoryConfig:
     slots: int = 4  # K
     depth: int = 3  # p
     key: str = "signature"  # or "logsignature"
+    path: str = "routes"  # what the key is for; or "mixes": it is also written and told to the policy, as in the paper
     fade: float = 32.0  # path length over which the key forgets, in standardised units
-    bound: float = 10.0  # of standardised keys, whose embeddings are then level; inf: keys are as large as they come
+    bound: float = 10.0  # of standardised keys, whose embeddings and routes are then level; inf: as large as they come
     gate: str = "closing"  # or "channel", "scalar": see gates.py
     tau: float = 1.0
     identity: float = 0.5  # lambda_eta
@@ -51,7 +52,8 @@ class MemoryConfig:
 
     def __post_init__(self) -> None:
         """Refuses impossible numbers and unknown words by name."""
-        words = {"key": list(SIGNATURES), "gate": list(GATES), "start": ["content", "pytorch"], "name": list(MEMORIES)}
+        words = {"key": list(SIGNATURES), "gate": list(GATES), "start": ["content", "pytorch"]}
+        words |= {"path": ["routes", "mixes"], "name": list(MEMORIES)}
         for field, known in words.items():
             value = getattr(self, field)
             if value not in known:
@@ -93,8 +95,9 @@ def _trace(slots: type[Slots] = Slots, keys: type[Keys] = Keys) -> Callable[[Mem
         key = _keys(c, signature, keys)
         q = 2 * c.width + key.anchor
         bank = slots(
-            c.slots, c.width, c.hidden, c.content, q, _gate(c), tau=c.tau, identity=c.identity, read_gain=c.read_gain
-        )
+            c.slots, c.width, c.hidden, c.content, q, _gate(c), tau=c.tau, identity=c.identity, read_gain=c.read_gain,
+            mixes=c.path == "mixes", level=key.level,
+        )  # fmt: skip
         normaliser = Normaliser(c.channels, signature.dim, c.bound)
         if c.start == "pytorch":
             as_pytorch(key)
@@ -140,6 +143,7 @@ PRESETS: dict[str, MemoryConfig] = {
     "paper": MemoryConfig(
         gate="scalar",
         start="pytorch",
+        path="mixes",
         read_gain=1.0,
         fade=math.inf,
         bound=math.inf,

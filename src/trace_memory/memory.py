@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from trace_memory.keys import Keys
+from trace_memory.keys import Key, Keys
 from trace_memory.normalise import Normaliser
 from trace_memory.signature import Signature, SignatureState
 from trace_memory.slots import Slots
@@ -299,7 +299,12 @@ class TraceMemory(Memory):
         drive = self.slots.prepare(content, key, maps)
         cells["slots"], omega, beta = self.slots.write(state.cells["slots"], drive, maps)
         z, alpha = self.slots.read(cells["slots"], drive)
-        return cells, Readout(cells["slots"], z, key.g, key.dg, alpha, Routing(omega, beta.detach().mean(-1), drive.u))
+        g, dg = self._told(key)
+        return cells, Readout(cells["slots"], z, g, dg, alpha, Routing(omega, beta.detach().mean(-1), drive.u))
+
+    def _told(self, key: Key) -> tuple[Tensor, Tensor]:
+        """What the policy is told of the key: nothing, unless the path mixes with what is remembered."""
+        return (key.g, key.dg) if self.slots.q else (torch.zeros_like(key.g), torch.zeros_like(key.dg))
 
     def _anchor(self, state: MemoryState, contents: Tensor, valid: Tensor) -> Tensor:
         """Content of each row's first step, now or as remembered."""
@@ -328,4 +333,4 @@ class TraceMemory(Memory):
         history = torch.stack(slots, 1)
         z, alpha = self.slots.read(history, drive)
         routing = Routing(torch.stack(omegas, 1), torch.stack(betas, 1), drive.u)
-        return cells | {"slots": m}, Readout(history, z, key.g, key.dg, alpha, routing)
+        return cells | {"slots": m}, Readout(history, z, *self._told(key), alpha, routing)

@@ -3,6 +3,9 @@
 `prepare` computes, for any number of steps at once, everything that does not depend on the slots; `write` is the one
 recurrent step; `read` looks at slots after writing. All three are used by step and scan alike, with the `maps` of the scan.
 `each` cuts a scan into steps.
+
+Where the path `mixes`, q and rho are part of what is written too, as the paper has it; else they only say where to write and
+read. Where routes are `level`, they are told by the angle between key and slot, not by how large either is.
 """
 
 import math
@@ -19,12 +22,13 @@ from trace_memory.gates import Gate
 from trace_memory.keys import MLP, Key
 
 Map = Callable[[Tensor], Tensor]
+SHARP = 12.0  # a level route's logit for a key and a slot of one direction
 
 
 class Drive(NamedTuple):
     """What a step brings to the slots, whatever they hold."""
 
-    route: Float[Tensor, "*n d"]  # W_K^T W_Q rho
+    route: Float[Tensor, "*n d"]  # W_K^T W_Q rho; its direction, where routes are level
     hidden: Float[Tensor, "*n H"]  # first layers of phi_m and phi_beta, without their slot part
     query: Float[Tensor, "*n d"]  # W_K^r^T phi_r(e, rho)
     u: Float[Tensor, "*n d"]
@@ -76,14 +80,17 @@ class Slots(nn.Module):
         tau: float = 1.0,
         identity: float = 0.5,
         read_gain: float = 1.0,
+        mixes: bool = True,
+        level: bool = False,
     ):
         super().__init__()
-        self.count, self.width, self.key, self.tau, self.identity = count, width, key, tau, identity
+        self.count, self.width, self.tau, self.identity, self.level = count, width, tau, identity, level
+        self.q, self.rho = (key, width) if mixes else (0, 0)  # how much of the key is written
         self.W_Q = nn.Linear(width, width, bias=False)
         self.W_K = nn.Linear(width, width, bias=False)
-        self.phi_w = MLP(content + key, hidden, width)
-        self.phi_m = MLP(3 * width, hidden, width)
-        self.phi_beta = MLP(3 * width, hidden, gate.channels(width))
+        self.phi_w = MLP(content + self.q, hidden, width)
+        self.phi_m = MLP(2 * width + self.rho, hidden, width)
+        self.phi_beta = MLP(2 * width + self.rho, hidden, gate.channels(width))
         self.phi_r = MLP(content + width, hidden, width)
         self.W_K_read = nn.Linear(width, width, bias=False)
         self.W_V_read = nn.Linear(width, width, bias=False)
@@ -116,7 +123,7 @@ class Slots(nn.Module):
             if isinstance(f, nn.Linear):
                 made[name] = f
                 continue
-            width = {"step": 2 * self.width, "query": self.phi_r.last.in_features}.get(name, self.width)
+            width = {"step": self.width + self.rho, "query": self.phi_r.last.in_features}.get(name, self.width)
             zero = f(like.new_zeros(1, width))
             layer = nn.Linear(width, zero.shape[1], device=like.device, dtype=like.dtype)
             layer.weight.copy_((f(torch.eye(width, device=like.device, dtype=like.dtype)) - zero).T)
@@ -126,12 +133,16 @@ class Slots(nn.Module):
 
     def prepare(self, content: Float[Tensor, "*n c"], key: Key, maps: Maps) -> Drive:
         """Everything about these steps that does not depend on the slots."""
-        u = self.phi_w(torch.cat([content, key.q], dim=-1))  # u = phi_w(e, q)
+        u = self.phi_w(torch.cat([content, key.q[..., : self.q]], dim=-1))  # u = phi_w(e, q)
         query = maps.query(self.phi_r.hidden(torch.cat([content, key.rho], dim=-1)))
-        return Drive(maps.route(key.rho), maps.step(torch.cat([u, key.rho], dim=-1)), query, u)
+        route, hidden = maps.route(key.rho), maps.step(torch.cat([u, key.rho[..., : self.rho]], dim=-1))
+        return Drive(F.normalize(route, dim=-1) if self.level else route, hidden, query, u)
 
     def route(self, route: Float[Tensor, "B d"], m_bar: Float[Tensor, "B K d"]) -> Float[Tensor, "B K"]:
-        """omega. Eq. (slot_route)."""
+        """omega. Eq. (slot_route); for level routes a cosine times SHARP."""
+        if self.level:
+            cosine = (F.normalize(m_bar, dim=-1) * route[:, None]).sum(-1)  # not a matrix product: compilers fuse this
+            return torch.softmax(cosine * (SHARP / self.tau), dim=-1)
         return torch.softmax(_dots(route, m_bar) / (self.tau * math.sqrt(self.width)), dim=-1)
 
     def write(self, m: Float[Tensor, "B K d"], drive: Drive, maps: Maps) -> Written:

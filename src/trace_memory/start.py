@@ -10,12 +10,12 @@ SLOT_SHARE = 0.3
 
 @torch.no_grad()
 def content_first(slots: Slots) -> None:
-    """What is written starts as what is seen; the trajectory key only routes, until training finds more use for it.
+    """What is written starts as what is seen, and the slots' own columns start small, so that the recurrence is calm.
 
-    The key columns of phi_w and the rho columns of phi_m and phi_beta start at zero: keys vary with every wiggle of the
-    path, and mixed into the content they drown the cue. The slots' own columns start small, so that the recurrence is calm.
+    Where the path mixes with it, the key columns of phi_w and the rho columns of phi_m and phi_beta start at zero: keys vary
+    with every wiggle of the path, and drown the cue.
     """
-    content = slots.phi_w.first.in_features - slots.key
+    content = slots.phi_w.first.in_features - slots.q
     slots.phi_w.first.weight[:, content:] = 0.0
     for phi in (slots.phi_m, slots.phi_beta):
         phi.first.weight[:, : slots.width] *= SLOT_SHARE

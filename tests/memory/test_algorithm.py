@@ -33,8 +33,9 @@ def two_layers(phi, x):
 
 @pytest.mark.parametrize("anchor", [False, True])
 @pytest.mark.parametrize("form", [{"gate": "scalar", "start": "pytorch", "bound": math.inf}, {}])
-def test_the_whole_step_is_algorithm_1(form, anchor):
-    memory = fitted(anchor=anchor, fade=math.inf, **form)
+@pytest.mark.parametrize("mixes", [True, False])
+def test_the_whole_step_is_algorithm_1(form, anchor, mixes):
+    memory = fitted(anchor=anchor, fade=math.inf, path="mixes" if mixes else "routes", **form)
     contents, path = data()
     _, readouts = memory.scan(contents[None], path[None])
     n, keys, slots = memory.normaliser, memory.keys, memory.slots
@@ -53,10 +54,13 @@ def test_the_whole_step_is_algorithm_1(form, anchor):
         dg = level(two_layers(keys.phi_delta, bound((delta - n.delta_mean) / n.delta_std)))
         q = torch.cat([g, dg, contents[0]] if anchor else [g, dg])
         rho = two_layers(keys.phi_rho, q)
-        u = two_layers(slots.phi_w, torch.cat([contents[t], q]))
+        u = two_layers(slots.phi_w, torch.cat([contents[t], q] if mixes else [contents[t]]))
         m_bar = M + 0.4 * slots.eta
-        omega = torch.softmax(torch.stack([slots.W_Q(rho) @ slots.W_K(m) for m in m_bar]) / (0.6 * 4), 0)
-        inside = [torch.cat([m, u, rho]) for m in m_bar]
+        route = slots.W_K.weight.T @ slots.W_Q(rho)
+        angles = [12 * (route @ m) / route.norm() / m.norm() for m in m_bar]
+        plain = [slots.W_Q(rho) @ slots.W_K(m) / 4 for m in m_bar]
+        omega = torch.softmax(torch.stack(plain if form else angles) / 0.6, 0)
+        inside = [torch.cat([m, u, rho] if mixes else [m, u]) for m in m_bar]
         beta = torch.stack([omega[k] * squash(two_layers(slots.phi_beta, x)) for k, x in enumerate(inside)])
         proposal = torch.stack([torch.tanh(two_layers(slots.phi_m, x)) for x in inside])
         M = (1 - beta) * M + beta * proposal
@@ -65,7 +69,8 @@ def test_the_whole_step_is_algorithm_1(form, anchor):
         alpha = torch.softmax(scores, 0)
         z = sum(alpha[k] * slots.W_V_read(M[k]) for k in range(4))
         found = readouts.at(t)
-        for name, expected in {"slots": M, "z": z, "g": g, "dg": dg, "alpha": alpha}.items():
+        told = {"g": g, "dg": dg} if mixes else {"g": torch.zeros_like(g), "dg": torch.zeros_like(g)}
+        for name, expected in {"slots": M, "z": z, "alpha": alpha, **told}.items():
             torch.testing.assert_close(getattr(found, name)[0], expected, rtol=1e-9, atol=1e-9, msg=f"{name} at {t}")
         torch.testing.assert_close(found.routing.omega[0], omega)
         torch.testing.assert_close(found.routing.u[0], u)
@@ -73,7 +78,7 @@ def test_the_whole_step_is_algorithm_1(form, anchor):
 
 
 def test_signature_only_reads_the_keys_of_trace():
-    trace, only = fitted(), fitted(name="signature-only")
+    trace, only = fitted(path="mixes"), fitted(name="signature-only")
     only.keys.load_state_dict(trace.keys.state_dict())
     contents, path = (x[None] for x in data())
     a, b = trace.scan(contents, path)[1], only.scan(contents, path)[1]
@@ -86,7 +91,7 @@ def test_signature_only_reads_the_keys_of_trace():
 def test_starts_and_gains_reach_the_modules():
     torch.manual_seed(0)
     numbers = NUMBERS | {"width": 64, "hidden": 64}
-    ours, plain = (build(MemoryConfig(**numbers, dropout=0.3, start=s)) for s in ("content", "pytorch"))
+    ours, plain = (build(MemoryConfig(**numbers, dropout=0.3, start=s, path="mixes")) for s in ("content", "pytorch"))
     slots = ours.slots
     assert (slots.phi_w.first.weight[:, C:] == 0).all()
     for phi in (slots.phi_m, slots.phi_beta):

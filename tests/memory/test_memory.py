@@ -15,7 +15,8 @@ B, T, C, D = 3, 40, 10, 3
 SMALL = MemoryConfig(channels=D, content=C, width=16, hidden=16, depth=2, fade=4.0)
 VARIANTS = {name: replace(SMALL, name=name) for name in MEMORIES} | {
     "anchored": replace(SMALL, anchor=True),
-    "paper form": replace(SMALL, gate="scalar", fade=math.inf, bound=math.inf),
+    "mixed": replace(SMALL, path="mixes"),
+    "paper form": replace(SMALL, gate="scalar", path="mixes", fade=math.inf, bound=math.inf),
     "log keys": replace(SMALL, key="logsignature"),
 }
 

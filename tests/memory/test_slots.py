@@ -60,6 +60,20 @@ def test_write_and_read_as_the_paper_writes_them(gate):
         torch.testing.assert_close(drive.u[b], u)
 
 
+def test_level_routes_are_angles_and_stay_soft():
+    """However large key and slots become, no slot is beyond the reach of the gradient."""
+    slots = make(level=True, tau=0.5)
+    m, e, key = inputs()
+    huge = [slots.prepare(e, key._replace(rho=key.rho * size), slots.maps()).route for size in (1.0, 1e4)]
+    torch.testing.assert_close(*huge)
+    wide = slots.route(huge[0], m)
+    torch.testing.assert_close(slots.route(huge[1], 1e4 * m), wide)
+    aligned = slots.route(m[:, 0] / m[:, 0].norm(dim=-1, keepdim=True), m)
+    assert aligned.max() > wide.max() > 1 / K
+    assert aligned.min() > 1 / (1 + K * math.exp(2 * 12 / 0.5))
+    assert make(tau=0.5).route(1e4 * m[:, 0], m).min() == 0  # what angles spare us
+
+
 def test_weights_sum_to_one():
     slots = make()
     m, e, key = inputs()
@@ -94,8 +108,8 @@ def test_content_comes_first_at_the_start():
     torch.manual_seed(0)
     numbers = {"channels": 3, "content": 6, "width": 16, "hidden": 16, "depth": 2, "dropout": 0.0}
     contents, path = torch.randn(2, 9, 6), torch.randn(2, 9, 3).cumsum(1)
-    for start, depends in (("content", False), ("pytorch", True)):
-        memory = build(MemoryConfig(start=start, **numbers)).eval()
+    for start, way, depends in (("content", "mixes", False), ("pytorch", "mixes", True), ("pytorch", "routes", False)):
+        memory = build(MemoryConfig(start=start, path=way, **numbers)).eval()
         one, other = (memory.scan(contents, p)[1].routing.u for p in (path, path.flip(1)))
         assert ((one - other).abs().max() > 1e-4) == depends
 
