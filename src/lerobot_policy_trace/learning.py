@@ -37,6 +37,7 @@ class Episodes:
     pictures: list[Tensor]  # one (F, 3, H, W) a camera, normalised as the policy expects; or feature maps
     states: Tensor  # (F, d), raw
     written: Tensor  # (E, T): which of those frames the memory takes in, in order
+    path: Tensor  # (E, T, d), raw: the states that address them
     valid: Tensor  # (E, T) bool
     row: Tensor  # (N,): episode of each target
     time: Tensor  # (N,): the last of the T that it knows
@@ -162,11 +163,10 @@ class Learning(PreTrainedPolicy):
         maps = self._teach(now)
         contents = self.recall.content(maps, now.states)
         contents = contents.index_select(0, now.written.flatten()).unflatten(0, now.written.shape)
-        path = now.states[now.written]
         if self.captured is not None:
-            readouts = self.captured(contents, path, now.valid)
+            readouts = self.captured(contents, now.path, now.valid)
         else:
-            now.state, readouts = self.recall.memory.scan(contents, path, now.valid, now.state)
+            now.state, readouts = self.recall.memory.scan(contents, now.path, now.valid, now.state)
         losses.update(auxiliary_losses(readouts, now.valid))
         stock = {key: x for key, x in batch.items() if key != EPISODES}
         for key, each in zip(self.config.image_features, maps, strict=True):

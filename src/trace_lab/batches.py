@@ -223,17 +223,24 @@ class Batches:
         lengths = (self.store.ends - self.store.starts)[episodes]
         whole = self.every * self._padded(longest)
         size = self.every * -(-self.recipe.truncate // self.every) or whole
-        state = None
+        state, lender = None, self._lenders(step, len(episodes))
         for begin in range(0, longest, size):
-            batch, weight = self._piece(step, episodes, times, lengths, begin, min(begin + size, whole))
+            batch, weight = self._piece(step, episodes, times, lengths, lender, begin, min(begin + size, whole))
             batch[EPISODES].state = state
             yield batch, weight
             state = batch[EPISODES].state  # the policy has put it there
             if state is not None:
                 state = state._replace(cells={name: cell.detach() for name, cell in state.cells.items()})
 
+    def _lenders(self, step: int, count: int) -> Tensor:
+        """(count,): whose path addresses what is seen in each episode of a batch; mostly its own, or another's."""
+        draw = generator(self.seed, step, self.share, 6)
+        borrows = torch.rand(count, generator=draw) < self.recipe.borrowed
+        other = (torch.arange(count) + torch.randint(1, max(2, count), (count,), generator=draw)) % count
+        return torch.where(borrows, other, torch.arange(count)).to(self.store.device)
+
     def _piece(
-        self, step: int, episodes: Tensor, times: Tensor, lengths: Tensor, begin: int, end: int
+        self, step: int, episodes: Tensor, times: Tensor, lengths: Tensor, lender: Tensor, begin: int, end: int
     ) -> tuple[dict[str, Any], float]:
         """Frames begin..end of each episode, and the targets among them; with none, one that weighs nothing."""
         store, device, every = self.store, self.store.device, self.every
@@ -245,6 +252,7 @@ class Batches:
             row, target = row.new_zeros(1), (lengths[:1] - 1).clamp_max(begin)  # it may be over already
         at = torch.arange(begin, end, every, device=device)  # the memory takes in these
         written = first + torch.minimum(at, lengths[:, None] - 1)  # (E, T), rows of the store
+        walked = first[lender] + torch.minimum(at, lengths[lender, None] - 1)
         seen = first[row] + (target[:, None] + self._past()).clamp_min(0)  # (N, s): the stock policy looks at these
         rows, where = torch.cat([written.flatten(), seen.flatten()]).unique(return_inverse=True)
         batch = self._stock(first[row, 0] + target, seen, episodes[row])
@@ -255,6 +263,7 @@ class Batches:
             pictures=[batch.pop(camera) for camera in store.cameras],
             states=store.columns[OBS_STATE][rows],
             written=here,
+            path=store.columns[OBS_STATE][walked],
             valid=at < lengths[:, None],
             row=row,
             time=(target - begin).clamp_min(0).div(every, rounding_mode="floor"),

@@ -131,6 +131,8 @@ def probe(
     rate: float = 1e-3,
     solved: float = 0.99,
     pace: float = 2.0,
+    few: int = 0,
+    borrowed: float = 0.0,
     preset: Literal["default", "paper"] = "default",
     set_: Annotated[tuple[str, ...], tyro.conf.arg(name="set", metavar="FIELD=VALUE")] = (),
     lengths: tuple[int, ...] = LENGTHS,
@@ -153,6 +155,8 @@ def probe(
         rate: Adam's learning rate.
         solved: accuracy that counts as solved.
         pace: training batches are played up to this much faster or slower; 1 for none of that.
+        few: learn from so many episodes only, again and again, and be tried on others; 0: new ones for every update.
+        borrowed: share of episodes that are addressed by the path of another one in the batch (docs/decisions/0012).
         preset: `default` is our form of TRACE, `paper` the paper's (docs/decisions/0003).
         set_: fields of MemoryConfig to change, e.g. --set gate=scalar fade=inf slots=6.
         lengths: how many times the trained length to try afterwards.
@@ -160,14 +164,16 @@ def probe(
         out: folder for curves.png and results.json.
         json_: print the results as JSON instead of a table.
     """
-    if not 1 <= cues <= 3 or delay < 8 or seeds < 1 or not memory:
+    if not 1 <= cues <= 3 or delay < 8 or seeds < 1 or few < 0 or not 0 <= borrowed <= 1 or not memory:
         wanted = f"cues={cues} (1 to 3), delay={delay} (8 or more), seeds={seeds} (1 or more)"
+        wanted += f", few={few} (0 or more), borrowed={borrowed} (0 to 1)"
         print(f"tracemem probe: {wanted}", file=sys.stderr)  # noqa: T201
         return 2
     console = Console(stderr=json_)
     form = PRESETS[preset]
     base = replace(
-        PROBE_MEMORY, **{n: getattr(form, n) for n in ("gate", "start", "read_gain", "fade", "bound", "auxiliary")}
+        PROBE_MEMORY,
+        **{n: getattr(form, n) for n in ("gate", "start", "path", "read_gain", "fade", "bound", "auxiliary")},
     )
     try:
         base = config_from_dict(base.to_dict() | dict(field(text) for text in set_), where="--set")
@@ -182,10 +188,13 @@ def probe(
         batch=batch,
         rate=rate,
         pace=pace,
+        few=few,
+        borrowed=borrowed,
         solved=solved,
         device=device,
     )
     settings = {"preset": preset, "set": set_, "delay": delay, "batch": batch, "rate": rate, "pace": pace}
+    settings |= {"few": few, "borrowed": borrowed}
     results: list[Result] = []
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console) as progress:

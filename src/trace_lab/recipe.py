@@ -41,6 +41,7 @@ class Recipe:
     branches: float = (
         1.0  # what a frame teaches the encoder if an unseen choice follows, as a share; the suite's data only
     )
+    borrowed: float = 0.5  # share of whole episodes that are addressed by the path of another one in the batch
     truncate: int = 0  # frames after which the gradient through time is cut; 0 is never
     backbone: str = "trained"  # or "frozen": as it comes, every picture encoded once
     taught: float = 1.0  # share of frames that teach the encoder what to write; they count more in exchange
@@ -77,8 +78,9 @@ class Recipe:
         for name in ("taught", "still"):
             if not 0 < getattr(self, name) <= 1:
                 raise RecipeError(f"{name}: got {getattr(self, name)}, expected more than 0 and at most 1")
-        if not 0 <= self.branches <= 1:
-            raise RecipeError(f"branches: got {self.branches}, expected 0 to 1")
+        for name in ("branches", "borrowed"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise RecipeError(f"{name}: got {getattr(self, name)}, expected 0 to 1")
         if self.branches < 1 and (self.backbone == "frozen" or (self.scan == "budget" and self.memory != "none")):
             raise RecipeError(
                 f"branches: got {self.branches} with backbone={self.backbone} and scan={self.scan}, expected 1: it is "
@@ -132,9 +134,10 @@ PRESETS: dict[str, dict[str, Recipe]] = {
     },
     # LeRobot's own sizes and the paper's memory
     "paper": {
-        "act": Recipe(policy_options=OFFLINE, memory_options={"preset": "paper"}),
+        "act": Recipe(borrowed=0.0, policy_options=OFFLINE, memory_options={"preset": "paper"}),
         "diffusion": Recipe(
             policy="diffusion",
+            borrowed=0.0,
             policy_options=OFFLINE | {"use_separate_rgb_encoder_per_camera": False},
             memory_options={"preset": "paper"},
         ),

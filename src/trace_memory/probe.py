@@ -157,10 +157,12 @@ class ProbeModel(nn.Module):
         """e = [v, p] of every frame."""
         return torch.cat([self.see(images.flatten(0, 1)).unflatten(0, images.shape[:2]), self.feel(path)], dim=-1)
 
-    def loss(self, episodes: Episodes) -> Tensor:
-        """Cross entropy of the answer at the last step, and the auxiliary losses."""
+    def loss(self, episodes: Episodes, lender: Int[Tensor, " B"] | None = None) -> Tensor:
+        """Cross entropy of the answer at the last step, and the auxiliary losses; an episode is addressed by the path of
+        its lender.
+        """
         contents = self.content(episodes.images, episodes.path)
-        _, readouts = self.memory.scan(contents, episodes.path)
+        _, readouts = self.memory.scan(contents, episodes.path if lender is None else episodes.path[lender])
         valid = torch.ones(contents.shape[:2], dtype=torch.bool, device=contents.device)
         loss = F.cross_entropy(self.classify(readouts.at(-1), contents[:, -1]), episodes.answer)
         return loss + weighted(auxiliary_losses(readouts, valid), self.auxiliary)
@@ -202,6 +204,8 @@ class ProbeRun:
     rate: float = 1e-3
     warm: int = 100
     settle: int = 100  # updates after solving, while the rate falls to zero
+    few: int = 0  # how many episodes there are to learn from; 0: new ones for every update
+    borrowed: float = 0.0  # share of episodes that are addressed by the path of another one in the batch
     pace: float = 2.0  # batches are played up to this much faster or slower (1: as they are)
     solved: float = 0.99
     every: int = 25
@@ -235,13 +239,27 @@ def train(run: ProbeRun, model: ProbeModel) -> Iterator[Progress]:
     generator = torch.Generator(run.device).manual_seed(run.seed)
     optimiser = torch.optim.Adam(model.parameters(), lr=run.rate)
     before, total, end = False, 0.0, math.inf
+    few = run.task.sample(run.few, generator) if run.few else None
+
+    def draw(*shape: int) -> Tensor:
+        return torch.rand(shape, generator=generator, device=run.device)
+
     for update in range(1, run.updates + run.settle + 1):
         if update > run.updates and end == math.inf:
             return
         for group in optimiser.param_groups:
             group["lr"] = run.rate * min(1.0, update / run.warm, max(0.0, (end - update + 1) / max(run.settle, 1)))
-        factor = run.pace ** (2 * float(torch.rand((), generator=generator, device=run.device)) - 1)
-        loss = model.loss(run.task.sample(run.batch, generator).paced(factor))
+        factor = run.pace ** (2 * float(draw()) - 1)
+        if few is None:
+            batch = run.task.sample(run.batch, generator)
+        else:
+            some = draw(run.few).argsort()[: run.batch]
+            batch = Episodes(few.images[some], few.path[some], few.answer[some])
+        lender = None
+        if run.borrowed:
+            own = torch.arange(len(batch.answer), device=run.device)
+            lender = torch.where(draw(len(own)) < run.borrowed, draw(len(own)).argsort(), own)
+        loss = model.loss(batch.paced(factor), lender)
         optimiser.zero_grad()
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)

@@ -36,7 +36,8 @@ def store(dataset):
 
 def ready(store, policy: str, seed: int = 0, **changes):
     """A policy as after some training (nothing in it is zero any more), its batches and its preprocessor."""
-    made = recipe("tiny", policy, "trace", SMALL[policy] | {"memory.depth": 2, "episodes": 2, "targets": 5} | changes)
+    small = SMALL[policy] | {"memory.depth": 2, "episodes": 2, "targets": 5, "borrowed": 0.0}
+    made = recipe("tiny", policy, "trace", small | changes)
     config = configuration(made, store.meta, "cpu")
     torch.manual_seed(seed)
     learner = get_policy_class(config.type)(config, dataset_meta=store.meta)
@@ -95,8 +96,9 @@ def test_loss_of_whole_episodes_is_that_of_a_budget_that_sees_every_frame(store,
 
 @BOTH
 def test_pieces_of_episodes_remember_what_came_before(store, policy):
-    learner, whole, _ = ready(store, policy)
-    _, pieces, _ = ready(store, policy, truncate=7)
+    learner, whole, _ = ready(store, policy, borrowed=0.5)
+    _, pieces, _ = ready(store, policy, borrowed=0.5, truncate=7)
+    assert whole._lenders(0, 2).tolist() == [1, 0]  # each has the other's path, in every piece
     batch, _ = next(iter(whole.at(0)))
     with torch.no_grad():
         _, expected = learner._scan_episodes(batch, {})
@@ -177,6 +179,20 @@ def test_the_lucky_share_is_weighed_by_its_chance(store):
     assert (drawn[:, [3, 4]] == 1).all()
     others = torch.cat([drawn[:, :3], drawn[:, 5:]], 1)
     torch.testing.assert_close(others.mean(), torch.tensor(1.0), rtol=0.03, atol=0.0)
+
+
+def test_episodes_borrow_paths_and_nothing_else(store):
+    """What is seen stays one's own; all of it, or a share, is addressed by the path of another episode of the batch."""
+    (_, own, _), (_, other, _) = ready(store, "act"), ready(store, "act", borrowed=1.0)
+    a, b = (next(iter(batches.at(0)))[0][EPISODES] for batches in (own, other))
+    assert torch.equal(a.path, a.states[a.written])
+    assert torch.equal(b.path, a.path.flip(0))
+    assert torch.equal(a.states, b.states)
+    assert torch.equal(a.written, b.written)
+    _, some, _ = ready(store, "act", borrowed=0.3)
+    borrow = torch.stack([some._lenders(step, 8) != torch.arange(8) for step in range(400)]).float()
+    assert float(borrow.mean()) == pytest.approx(0.3, abs=0.03)
+    assert some._lenders(0, 1).tolist() == [0]
 
 
 def test_each_frame_is_encoded_once(store):
