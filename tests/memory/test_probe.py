@@ -62,6 +62,30 @@ def test_every_memory_trains_a_step(name):
     assert all(g is not None and torch.isfinite(g).all() for g in grads)
 
 
+def test_few_episodes_come_again_and_paths_are_borrowed(monkeypatch):
+    """Only so many episodes are learnt from; with borrowed paths they see what they saw and are addressed by another's."""
+    run = ProbeRun(task=ProbeTask(delay=16), few=6, borrowed=0.5, batch=4, pace=1.0, updates=30, every=100)
+    model, lent, seen = start(run), [], []
+    losses = type(model).loss
+
+    def loss(batch, lender):
+        seen.extend(batch.path.sum((1, 2)).tolist())
+        lent.append((lender != torch.arange(4)).float().mean())
+        own = model.content(batch.images, batch.path)
+        expected = model.memory.scan(own, batch.path[lender])[1].at(-1)
+        wanted = torch.nn.functional.cross_entropy(model.classify(expected, own[:, -1]), batch.answer)
+        found = losses(model, batch, lender)
+        torch.testing.assert_close(found, wanted)
+        return found
+
+    monkeypatch.setattr(model, "loss", loss)
+    assert list(train(run, model)) == []
+    assert len(set(seen)) == 6
+    assert (
+        0.2 < float(torch.stack(lent).mean()) < 0.5
+    )  # half of them draw another, and one in four of those draws itself
+
+
 def test_trace_learns_and_no_memory_cannot():
     """One cue, a short delay: TRACE answers, the same model without memory stays at chance."""
     task = ProbeTask(cues=1, delay=16)
