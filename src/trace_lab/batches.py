@@ -184,7 +184,8 @@ class Batches:
         longest = int(self.store.lengths[of_all[0]].max())
         episodes, times = (x[self.share :: self.shares].to(self.store.device) for x in of_all)
         if self.whole:
-            yield from self._pieces(step, episodes, times, longest)
+            lenders = of_all[0][self._lenders(step, len(of_all[0]))][self.share :: self.shares].to(self.store.device)
+            yield from self._pieces(step, episodes, times, lenders, longest)
             return
         first = self.store.starts[episodes]
         rows = first + times[:, 0]
@@ -217,15 +218,14 @@ class Batches:
         return seen
 
     def _pieces(
-        self, step: int, episodes: Tensor, times: Tensor, longest: int
+        self, step: int, episodes: Tensor, times: Tensor, lenders: Tensor, longest: int
     ) -> Iterator[tuple[dict[str, Any], float]]:
         """As many for every process, however long its own episodes are: they add up their gradients piece by piece."""
-        lengths = (self.store.ends - self.store.starts)[episodes]
         whole = self.every * self._padded(longest)
         size = self.every * -(-self.recipe.truncate // self.every) or whole
-        state, lender = None, self._lenders(step, len(episodes))
+        state = None
         for begin in range(0, longest, size):
-            batch, weight = self._piece(step, episodes, times, lengths, lender, begin, min(begin + size, whole))
+            batch, weight = self._piece(step, episodes, times, lenders, begin, min(begin + size, whole))
             batch[EPISODES].state = state
             yield batch, weight
             state = batch[EPISODES].state  # the policy has put it there
@@ -233,26 +233,28 @@ class Batches:
                 state = state._replace(cells={name: cell.detach() for name, cell in state.cells.items()})
 
     def _lenders(self, step: int, count: int) -> Tensor:
-        """(count,): whose path addresses what is seen in each episode of a batch; mostly its own, or another's."""
-        draw = generator(self.seed, step, self.share, 6)
-        borrows = torch.rand(count, generator=draw) < self.recipe.borrowed
+        """(count,): whose path addresses what is seen in each episode of a batch of all processes: its own or another's.
+        The ablation that knows the path and nothing else keeps its own.
+        """
+        draw, share = generator(self.seed, step, 6), self.recipe.borrowed
+        borrows = torch.rand(count, generator=draw) < (0.0 if self.recipe.memory == "signature-only" else share)
         other = (torch.arange(count) + torch.randint(1, max(2, count), (count,), generator=draw)) % count
-        return torch.where(borrows, other, torch.arange(count)).to(self.store.device)
+        return torch.where(borrows, other, torch.arange(count))
 
     def _piece(
-        self, step: int, episodes: Tensor, times: Tensor, lengths: Tensor, lender: Tensor, begin: int, end: int
+        self, step: int, episodes: Tensor, times: Tensor, lenders: Tensor, begin: int, end: int
     ) -> tuple[dict[str, Any], float]:
         """Frames begin..end of each episode, and the targets among them; with none, one that weighs nothing."""
         store, device, every = self.store, self.store.device, self.every
-        first = store.starts[episodes][:, None]
+        first, length = (x[episodes][:, None] for x in (store.starts, store.ends - store.starts))
         row, column = ((times >= begin) & (times < end)).nonzero(as_tuple=True)
         weight = len(row) / times.numel()
         target = times[row, column]
         if not len(row):
-            row, target = row.new_zeros(1), (lengths[:1] - 1).clamp_max(begin)  # it may be over already
+            row, target = row.new_zeros(1), (length[0] - 1).clamp_max(begin)  # it may be over already
         at = torch.arange(begin, end, every, device=device)  # the memory takes in these
-        written = first + torch.minimum(at, lengths[:, None] - 1)  # (E, T), rows of the store
-        walked = first[lender] + torch.minimum(at, lengths[lender, None] - 1)
+        written = first + torch.minimum(at, length - 1)  # (E, T), rows of the store
+        walked = torch.minimum(store.starts[lenders][:, None] + at, store.ends[lenders][:, None] - 1)
         seen = first[row] + (target[:, None] + self._past()).clamp_min(0)  # (N, s): the stock policy looks at these
         rows, where = torch.cat([written.flatten(), seen.flatten()]).unique(return_inverse=True)
         batch = self._stock(first[row, 0] + target, seen, episodes[row])
@@ -264,7 +266,7 @@ class Batches:
             states=store.columns[OBS_STATE][rows],
             written=here,
             path=store.columns[OBS_STATE][walked],
-            valid=at < lengths[:, None],
+            valid=at < length,
             row=row,
             time=(target - begin).clamp_min(0).div(every, rounding_mode="floor"),
             seen=there,

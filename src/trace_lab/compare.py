@@ -96,7 +96,7 @@ class Plan:
     @property
     def fixed(self) -> dict[str, Any]:
         """What all cells of a folder must share. Tasks, methods and seeds may be added to."""
-        from lerobot_policy_trace.recall import FORM
+        from lerobot_policy_trace.recall import FORM, ROUTED
 
         return {
             "preset": self.preset,
@@ -105,6 +105,8 @@ class Plan:
             "size": self.size,
             "suite": VERSION,
             "contents": FORM,
+            "routes": ROUTED,
+            "borrowed": self.made("act", "trace").borrowed,
             "encoder": self.encoder,
             "encoders": str(self.encoders) if self.encoders else None,
         }

@@ -22,6 +22,7 @@ from trace_memory.gates import Gate
 from trace_memory.keys import MLP, Key
 
 Map = Callable[[Tensor], Tensor]
+TINY = 1e-4  # added to the square of a norm
 SHARP = 12.0  # a level route's logit for a key and a slot of one direction
 
 
@@ -136,12 +137,12 @@ class Slots(nn.Module):
         u = self.phi_w(torch.cat([content, key.q[..., : self.q]], dim=-1))  # u = phi_w(e, q)
         query = maps.query(self.phi_r.hidden(torch.cat([content, key.rho], dim=-1)))
         route, hidden = maps.route(key.rho), maps.step(torch.cat([u, key.rho[..., : self.rho]], dim=-1))
-        return Drive(F.normalize(route, dim=-1) if self.level else route, hidden, query, u)
+        return Drive(_direction(route) if self.level else route, hidden, query, u)
 
     def route(self, route: Float[Tensor, "B d"], m_bar: Float[Tensor, "B K d"]) -> Float[Tensor, "B K"]:
         """omega. Eq. (slot_route); for level routes a cosine times SHARP."""
         if self.level:
-            cosine = (F.normalize(m_bar, dim=-1) * route[:, None]).sum(-1)  # not a matrix product: compilers fuse this
+            cosine = (_direction(m_bar) * route[:, None]).sum(-1)  # not a matrix product: compilers fuse this
             return torch.softmax(cosine * (SHARP / self.tau), dim=-1)
         return torch.softmax(_dots(route, m_bar) / (self.tau * math.sqrt(self.width)), dim=-1)
 
@@ -170,6 +171,11 @@ class Slots(nn.Module):
         """z and alpha. Eq. (slot_readout); the sum over slots is taken before W_V, which is linear."""
         alpha = self.read_weights(drive.query, m)
         return self.W_V_read(_pool(alpha, m)), alpha
+
+
+def _direction(x: Float[Tensor, "*n d"]) -> Float[Tensor, "*n d"]:
+    """Of norm one, but for what is nearly nothing, whose direction would be a matter of rounding and its gradient huge."""
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + TINY)
 
 
 def _dots(a: Float[Tensor, "*n d"], m: Float[Tensor, "*n K d"]) -> Float[Tensor, "*n K"]:

@@ -52,6 +52,10 @@ def test_a_run_from_before_a_field_existed_goes_on(tmp_path):
     (tmp_path / "run.json").write_text(json.dumps({"asked": old}))
     assert Run(tmp_path)._differences(asked) == []
     assert Run(tmp_path)._differences({"recipe": small(cameras="overhead").to_dict(), "seed": 0})
+    del old["recipe"]["borrowed"]  # nobody borrowed then
+    (tmp_path / "run.json").write_text(json.dumps({"asked": old}))
+    assert Run(tmp_path)._differences(asked)
+    assert Run(tmp_path)._differences({"recipe": small(borrowed=0.0).to_dict(), "seed": 0}) == []
 
 
 def weights(out: Path) -> dict:
@@ -202,7 +206,7 @@ def test_two_processes_train_what_one_trains(data, tmp_path):
     quiet = ["policy.dropout=0.0", "policy.use_vae=false", "memory.dropout=0.0", "steps=3", "checkpoint=3"]
     common = [str(data[0]), "--preset", "tiny", "--device", "cpu", "--cache", str(data[1]), "--set", *WORDS, *quiet]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
-    launch = ["-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2", "--num_machines", "1", "-m"]
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m"]
     words = [sys.executable, *launch, "trace_lab.cli", "train", *common, "--out", str(tmp_path / "two")]
     done = subprocess.run(words, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -211,9 +215,11 @@ def test_two_processes_train_what_one_trains(data, tmp_path):
     start = small(**parse(quiet))
     store = open_frames(open_dataset(data[0]), "cpu", cache=data[1])
     begun = Training.begin(start, 0, store, Accelerator(cpu=True)).policy.state_dict()
-    moved = max(float((one[name] - begun[name]).abs().max()) for name in one if one[name].is_floating_point())
-    apart = max(float((one[name] - two[name]).abs().max()) for name in one if one[name].is_floating_point())
-    assert apart < 0.02 * moved
+    # by norm: where a gradient is all but nothing, Adam makes a full step of a difference in rounding
+    kept = [name for name in one if one[name].is_floating_point()]
+    moved = torch.cat([(one[name] - begun[name]).flatten() for name in kept]).norm()
+    apart = torch.cat([(one[name] - two[name]).flatten() for name in kept]).norm()
+    assert apart < 0.02 * moved, f"{float(apart / moved):.4f}"
 
 
 # -- what is refused -------------------------------------------------------------------------------------------------------

@@ -57,7 +57,7 @@ def test_the_whole_step_is_algorithm_1(form, anchor, mixes):
         u = two_layers(slots.phi_w, torch.cat([contents[t], q] if mixes else [contents[t]]))
         m_bar = M + 0.4 * slots.eta
         route = slots.W_K.weight.T @ slots.W_Q(rho)
-        angles = [12 * (route @ m) / route.norm() / m.norm() for m in m_bar]
+        angles = [12 * (route @ m) / ((route @ route + 1e-4) * (m @ m + 1e-4)).sqrt() for m in m_bar]
         plain = [slots.W_Q(rho) @ slots.W_K(m) / 4 for m in m_bar]
         omega = torch.softmax(torch.stack(plain if form else angles) / 0.6, 0)
         inside = [torch.cat([m, u, rho] if mixes else [m, u]) for m in m_bar]

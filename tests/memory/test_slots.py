@@ -64,14 +64,23 @@ def test_level_routes_are_angles_and_stay_soft():
     """However large key and slots become, no slot is beyond the reach of the gradient."""
     slots = make(level=True, tau=0.5)
     m, e, key = inputs()
-    huge = [slots.prepare(e, key._replace(rho=key.rho * size), slots.maps()).route for size in (1.0, 1e4)]
-    torch.testing.assert_close(*huge)
+    huge = [slots.prepare(e, key._replace(rho=key.rho * size), slots.maps()).route for size in (10.0, 1e4)]
+    torch.testing.assert_close(*huge, rtol=1e-4, atol=1e-4)
     wide = slots.route(huge[0], m)
-    torch.testing.assert_close(slots.route(huge[1], 1e4 * m), wide)
+    torch.testing.assert_close(slots.route(huge[1], 1e4 * m), wide, rtol=1e-3, atol=1e-4)
     aligned = slots.route(m[:, 0] / m[:, 0].norm(dim=-1, keepdim=True), m)
     assert aligned.max() > wide.max() > 1 / K
     assert aligned.min() > 1 / (1 + K * math.exp(2 * 12 / 0.5))
     assert make(tau=0.5).route(1e4 * m[:, 0], m).min() == 0  # what angles spare us
+
+
+def test_a_path_that_never_moved_teaches_calmly():
+    """Keys are nothing then, and a direction of nothing must not have a huge gradient."""
+    torch.manual_seed(0)
+    memory = build(MemoryConfig(channels=3, content=6, width=16, hidden=16, depth=2))
+    readouts = memory.scan(torch.randn(2, 9, 6), torch.zeros(2, 9, 3))[1]
+    readouts.z.square().sum().backward()
+    assert max(float(p.grad.abs().max()) for p in memory.parameters() if p.grad is not None) < 1e6  # not 1e14
 
 
 def test_weights_sum_to_one():
