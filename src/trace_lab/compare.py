@@ -104,9 +104,7 @@ class Plan:
             "demonstrations": self.demonstrations,
             "size": self.size,
             "suite": VERSION,
-            "contents": FORM,
-            "routes": ROUTED,
-            "borrowed": self.made("act", "trace").borrowed,
+            "contents": [FORM, ROUTED, self.made("act", "trace").borrowed],
             "encoder": self.encoder,
             "encoders": str(self.encoders) if self.encoders else None,
         }
