@@ -41,7 +41,7 @@ class Recipe:
     branches: float = (
         1.0  # what a frame teaches the encoder if an unseen choice follows, as a share; the suite's data only
     )
-    borrowed: float = 0.5  # share of whole episodes that are addressed by the path of another one in the batch
+    borrowed: float = 0.0  # share of whole episodes that are addressed by the path of another one in the batch
     truncate: int = 0  # frames after which the gradient through time is cut; 0 is never
     backbone: str = "trained"  # or "frozen": as it comes, every picture encoded once
     taught: float = 1.0  # share of frames that teach the encoder what to write; they count more in exchange
@@ -134,10 +134,9 @@ PRESETS: dict[str, dict[str, Recipe]] = {
     },
     # LeRobot's own sizes and the paper's memory
     "paper": {
-        "act": Recipe(borrowed=0.0, policy_options=OFFLINE, memory_options={"preset": "paper"}),
+        "act": Recipe(policy_options=OFFLINE, memory_options={"preset": "paper"}),
         "diffusion": Recipe(
             policy="diffusion",
-            borrowed=0.0,
             policy_options=OFFLINE | {"use_separate_rgb_encoder_per_camera": False},
             memory_options={"preset": "paper"},
         ),

@@ -85,8 +85,8 @@ class Run:
 
     def _differences(self, asked: dict[str, Any]) -> list[str]:
         before = json.loads((self.folder / "run.json").read_text())["asked"]
-        if "recipe" in before:  # a run from before a field existed has what is its default now, or what it did then
-            before["recipe"] = Recipe().to_dict() | {"borrowed": 0.0} | before["recipe"]
+        if "recipe" in before:  # a run from before a field existed has what is its default now
+            before["recipe"] = Recipe().to_dict() | before["recipe"]
         return differences(before, json.loads(json.dumps(asked)))
 
     def begin(self, asked: dict[str, Any]) -> None:

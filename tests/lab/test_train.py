@@ -54,8 +54,8 @@ def test_a_run_from_before_a_field_existed_goes_on(tmp_path):
     assert Run(tmp_path)._differences({"recipe": small(cameras="overhead").to_dict(), "seed": 0})
     del old["recipe"]["borrowed"]  # nobody borrowed then
     (tmp_path / "run.json").write_text(json.dumps({"asked": old}))
-    assert Run(tmp_path)._differences(asked)
-    assert Run(tmp_path)._differences({"recipe": small(borrowed=0.0).to_dict(), "seed": 0}) == []
+    assert Run(tmp_path)._differences(asked) == []
+    assert Run(tmp_path)._differences({"recipe": small(borrowed=0.5).to_dict(), "seed": 0})
 
 
 def weights(out: Path) -> dict:
