@@ -203,7 +203,14 @@ def test_loss_falls(data):
 
 def test_two_processes_train_what_one_trains(data, tmp_path):
     """Without noise, so that only the split could make a difference."""
-    quiet = ["policy.dropout=0.0", "policy.use_vae=false", "memory.dropout=0.0", "steps=3", "checkpoint=3"]
+    quiet = [
+        "policy.dropout=0.0",
+        "policy.use_vae=false",
+        "memory.dropout=0.0",
+        "borrowed=0.5",
+        "steps=3",
+        "checkpoint=3",
+    ]
     common = [str(data[0]), "--preset", "tiny", "--device", "cpu", "--cache", str(data[1]), "--set", *WORDS, *quiet]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m"]
