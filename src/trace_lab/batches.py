@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from lerobot.policies.diffusion.configuration_diffusion import DiffusionConfig
@@ -105,6 +105,17 @@ class Augment:
         return pictures.clamp(0, 1)
 
 
+class Shown(NamedTuple):
+    """Whole episodes as a memory is shown them, in steps of the memory."""
+
+    episodes: Tensor  # (E,)
+    times: Tensor  # (E, n): frames of each that are targets
+    known: Tensor  # (E, n): the last step that each of them knows
+    written: Tensor  # (E, T): what is seen at each step, a row of the store
+    walked: Tensor  # (E, T): where the robot is, another's row if its path is borrowed
+    valid: Tensor  # (E, T): whether the episode goes on
+
+
 class Batches:
     """Batches of a store for one policy. `share` of `shares` takes its part of each (several GPUs)."""
 
@@ -124,12 +135,15 @@ class Batches:
         self.unseen: Tensor | None = None  # (N,) bool: frames whose actions hang on a choice that cannot be seen
         if recipe.branches < 1:
             self.unseen = choosing(store, max(config.action_delta_indices)).to(store.device)
+        self.rests = resting(store)
         self.weight = self._weights().cumsum(0)  # (N,): frames are drawn by these
         self._order: tuple[int, Tensor] | None = None  # of the epoch that is going on
+        self.pause = round(recipe.pauses * store.meta.fps / self.every)  # steps of the memory
+        self.least = -(-store.lengths // self.every)  # (E,): steps of the memory for each episode, as it is
+        self.most = self.least + self.pause * self._pausing(torch.arange(len(self.least))).sum(1)
         self.pad = 1
         if store.device.type == "cuda":  # a scan is captured for each length, so there must be few
-            steps = -(-store.lengths // self.every)
-            self.pad = 32 * max(1, -(-int(steps.max() - steps.min()) // (32 * SHAPES)))
+            self.pad = 32 * max(1, -(-int(self.most.max() - self.least.min()) // (32 * SHAPES)))
 
     def _weights(self) -> Tensor:
         """(N,): how often each frame is a target; none of those at an episode's end that the policy leaves out."""
@@ -137,19 +151,18 @@ class Batches:
         frame = torch.arange(int(paths.ends[-1]))
         owner = torch.searchsorted(paths.ends, frame, right=True)
         weight = ((frame >= paths.starts[owner]) & (frame < (paths.starts + self.usable)[owner])).double()
-        if self.recipe.still < 1:
-            weight *= torch.where(resting(self.store), self.recipe.still, 1.0)
+        weight *= torch.where(self.rests, self.recipe.still, 1.0)
         if self.unseen is not None and not self.whole:
             weight *= torch.where(self.unseen.cpu(), self.recipe.branches, 1.0)
         return weight
 
     def lengths(self) -> list[int]:
         """Lengths to which batches of whole episodes are padded."""
-        return sorted({self._padded(n) for n in self.store.lengths.tolist()})
+        both = zip(self._padded(self.least).tolist(), self._padded(self.most).tolist(), strict=True)
+        return sorted({n for least, most in both for n in range(least, most + 1, self.pad)})
 
-    def _padded(self, length: int) -> int:
-        """Steps of the memory for an episode so long."""
-        steps = -(-length // self.every)
+    def _padded(self, steps: Tensor) -> Tensor:
+        """Steps of the memory with those that only fill up."""
         return -(-steps // self.pad) * self.pad
 
     def targets(self, step: int) -> tuple[Tensor, Tensor]:
@@ -181,12 +194,11 @@ class Batches:
     def at(self, step: int) -> Iterator[tuple[dict[str, Any], float]]:
         """The batches of an update, each with its weight: one, or one a piece when the gradient is cut in time."""
         of_all = self.targets(step)
-        longest = int(self.store.lengths[of_all[0]].max())
-        episodes, times = (x[self.share :: self.shares].to(self.store.device) for x in of_all)
         if self.whole:
-            lenders = of_all[0][self._lenders(step, len(of_all[0]))][self.share :: self.shares].to(self.store.device)
-            yield from self._pieces(step, episodes, times, lenders, longest)
+            mine = (x[self.share :: self.shares].to(self.store.device) for x in self._shown(step, *of_all))
+            yield from self._pieces(step, Shown(*mine))
             return
+        episodes, times = (x[self.share :: self.shares].to(self.store.device) for x in of_all)
         first = self.store.starts[episodes]
         rows = first + times[:, 0]
         if self.features is not None:
@@ -217,15 +229,38 @@ class Batches:
                 seen[camera] = self.augment(self.store.pictures(camera, rows), owner, draw)
         return seen
 
-    def _pieces(
-        self, step: int, episodes: Tensor, times: Tensor, lenders: Tensor, longest: int
-    ) -> Iterator[tuple[dict[str, Any], float]]:
+    def _pausing(self, episodes: Tensor) -> Tensor:
+        """(E, W): whether a rest begins with each frame that is written, on the CPU; not the one at an episode's end."""
+        at = torch.arange(int(self.least[episodes].max())) * self.every
+        last = self.store.lengths[episodes][:, None] - 1
+        rests = self.rests[self.store.paths.starts[episodes][:, None] + at.minimum(last)]
+        for_good = (rests | (at > last)).long().flip(1).cumprod(1).flip(1).bool()
+        return rests & ~for_good & ~torch.cat([torch.zeros_like(rests[:, :1]), rests[:, :-1]], 1)
+
+    def _shown(self, step: int, episodes: Tensor, times: Tensor) -> Shown:
+        """What the memory is shown in an update, of all processes, on the CPU. With `pauses` the first frame of a rest is
+        shown several times: whoever can count would else learn when a rest is over, and not to look.
+        """
+        draw, paths, pausing = generator(self.seed, step, 7), self.store.paths, self._pausing(episodes)
+        last = self.store.lengths[episodes][:, None] - 1
+        often = (torch.arange(pausing.shape[1]) * self.every <= last).long()
+        often += pausing * torch.randint(0, self.pause + 1, pausing.shape, generator=draw)
+        after = often.cumsum(1)
+        steps = torch.arange(int(self._padded(after[:, -1].max()))).expand(len(after), -1).contiguous()
+        frame = (self.every * torch.searchsorted(after, steps, right=True)).minimum(last)
+        again = often.gather(1, times // self.every)
+        known = after.gather(1, times // self.every) - again
+        known += (torch.rand(times.shape, generator=draw) * again).long()  # somewhere in the pause
+        lenders = self._lenders(step, len(episodes))
+        written, walked = (paths.starts[episodes[who]][:, None] + frame[who] for who in (slice(None), lenders))
+        return Shown(episodes, times, known, written, walked, steps < after[:, -1:])
+
+    def _pieces(self, step: int, shown: Shown) -> Iterator[tuple[dict[str, Any], float]]:
         """As many for every process, however long its own episodes are: they add up their gradients piece by piece."""
-        whole = self.every * self._padded(longest)
-        size = self.every * -(-self.recipe.truncate // self.every) or whole
+        size = -(-self.recipe.truncate // self.every) or shown.valid.shape[1]
         state = None
-        for begin in range(0, longest, size):
-            batch, weight = self._piece(step, episodes, times, lenders, begin, min(begin + size, whole))
+        for begin in range(0, shown.valid.shape[1], size):
+            batch, weight = self._piece(step, shown, begin, begin + size)
             batch[EPISODES].state = state
             yield batch, weight
             state = batch[EPISODES].state  # the policy has put it there
@@ -241,23 +276,18 @@ class Batches:
         other = (torch.arange(count) + torch.randint(1, max(2, count), (count,), generator=draw)) % count
         return torch.where(borrows, other, torch.arange(count))
 
-    def _piece(
-        self, step: int, episodes: Tensor, times: Tensor, lenders: Tensor, begin: int, end: int
-    ) -> tuple[dict[str, Any], float]:
-        """Frames begin..end of each episode, and the targets among them; with none, one that weighs nothing."""
-        store, device, every = self.store, self.store.device, self.every
-        first, length = (x[episodes][:, None] for x in (store.starts, store.ends - store.starts))
-        row, column = ((times >= begin) & (times < end)).nonzero(as_tuple=True)
-        weight = len(row) / times.numel()
-        target = times[row, column]
+    def _piece(self, step: int, shown: Shown, begin: int, end: int) -> tuple[dict[str, Any], float]:
+        """Steps begin..end of the memory, and the targets among them; with none, one that weighs nothing."""
+        store = self.store
+        row, column = ((shown.known >= begin) & (shown.known < end)).nonzero(as_tuple=True)
+        weight = len(row) / shown.known.numel()
         if not len(row):
-            row, target = row.new_zeros(1), (length[0] - 1).clamp_max(begin)  # it may be over already
-        at = torch.arange(begin, end, every, device=device)  # the memory takes in these
-        written = first + torch.minimum(at, length - 1)  # (E, T), rows of the store
-        walked = torch.minimum(store.starts[lenders][:, None] + at, store.ends[lenders][:, None] - 1)
-        seen = first[row] + (target[:, None] + self._past()).clamp_min(0)  # (N, s): the stock policy looks at these
+            row, column = row.new_zeros(1), column.new_zeros(1)
+        target, written = shown.times[row, column], shown.written[:, begin:end]
+        first = store.starts[shown.episodes[row]]
+        seen = first[:, None] + (target[:, None] + self._past()).clamp_min(0)  # (N, s): the stock policy looks at these
         rows, where = torch.cat([written.flatten(), seen.flatten()]).unique(return_inverse=True)
-        batch = self._stock(first[row, 0] + target, seen, episodes[row])
+        batch = self._stock(first + target, seen, shown.episodes[row])
         pictures = self._look(step, rows, torch.searchsorted(store.ends, rows, right=True))
         batch = self.prepare(batch) | pictures if self.features is not None else self.prepare(batch | pictures)
         here, there = where[: written.numel()].view(written.shape), where[written.numel() :].view(seen.shape)
@@ -265,10 +295,10 @@ class Batches:
             pictures=[batch.pop(camera) for camera in store.cameras],
             states=store.columns[OBS_STATE][rows],
             written=here,
-            path=store.columns[OBS_STATE][walked],
-            valid=at < length,
+            path=store.columns[OBS_STATE][shown.walked[:, begin:end]],
+            valid=shown.valid[:, begin:end],
             row=row,
-            time=(target - begin).clamp_min(0).div(every, rounding_mode="floor"),
+            time=(shown.known[row, column] - begin).clamp(0, written.shape[1] - 1),
             seen=there,
             taught=self._taught(rows, there),
         )

@@ -42,6 +42,7 @@ class Recipe:
         1.0  # what a frame teaches the encoder if an unseen choice follows, as a share; the suite's data only
     )
     borrowed: float = 0.0  # share of whole episodes that are addressed by the path of another one in the batch
+    pauses: float = 0.0  # seconds by which each rest of a whole episode is longer for the memory, at most
     truncate: int = 0  # frames after which the gradient through time is cut; 0 is never
     backbone: str = "trained"  # or "frozen": as it comes, every picture encoded once
     taught: float = 1.0  # share of frames that teach the encoder what to write; they count more in exchange
@@ -72,6 +73,8 @@ class Recipe:
         for name, least in {"steps": 1, "episodes": 1, "targets": 1, "truncate": 0, "warmup": 0, "shift": 0}.items():
             if getattr(self, name) < least:
                 raise RecipeError(f"{name}: got {getattr(self, name)}, expected {least} or more")
+        if not self.pauses >= 0:
+            raise RecipeError(f"pauses: got {self.pauses}, expected seconds, 0 or more")
         for name in ("lr", "backbone_lr", "memory_lr", "clip", "checkpoint"):
             if not getattr(self, name) > 0:
                 raise RecipeError(f"{name}: got {getattr(self, name)}, expected a positive number")

@@ -195,6 +195,48 @@ def test_episodes_borrow_paths_and_nothing_else(store):
     assert some._lenders(0, 1).tolist() == [0]
 
 
+@pytest.fixture
+def restful(store):
+    """A store in which the robot of the first episode rests: at 10 Hz frames 5 to 19 have a second of rest after them."""
+    action = store.columns[ACTION]
+    store.columns[ACTION] = torch.arange(len(action)).float()[:, None].repeat(1, action.shape[1])
+    store.columns[ACTION][5:30] = 5.0
+    yield store
+    store.columns[ACTION] = action
+
+
+def test_pauses_lengthen_rests_for_the_memory_and_nothing_else(restful):
+    learner, batches, before = ready(restful, "act", pauses=1.2, **{"memory.update_every": 3})
+    longest, among = set(), set()
+    for step in range(200):
+        shown = batches._shown(step, *batches.targets(step))
+        for e, episode in enumerate(shown.episodes.tolist()):
+            frames = (shown.written[e] - restful.starts[episode])[shown.valid[e]]
+            kinds, often = frames.unique_consecutive(return_counts=True)
+            assert kinds.tolist() == list(range(0, int(restful.lengths[episode]), 3))
+            assert kinds[often > 1].tolist() in ([], [3])  # where the rest begins, as far as the eye can tell
+            assert int(often.max()) == 1 or episode == 0
+            longest.add(int(often.max()))
+            assert frames[shown.known[e]].tolist() == (shown.times[e] // 3 * 3).tolist()  # what a target has seen last
+            among |= set(shown.known[e][shown.times[e] // 3 == 1].tolist()) if episode == 0 else set()
+        assert shown.valid.shape[1] in batches.lengths()
+    assert longest == {1, 2, 3, 4, 5}  # up to 1.2 s more, at 3 frames a step
+    assert among == {1, 2, 3, 4, 5}
+    batch, _ = next(iter(batches.at(0)))
+    now = batch[EPISODES]
+    with torch.no_grad():
+        _, said = learner._scan_episodes(batch, {})
+        state = learner.recall.memory.init(2)
+        for step in range(now.written.shape[1]):  # the memory lives through what it was shown
+            frame = now.written[:, step]
+            content = learner.recall.content(learner._encode([x[frame] for x in now.pictures]), now.states[frame])
+            state, readout = learner.recall.memory.step(state, content, now.path[:, step])
+            for place in ((now.time == step).nonzero()[:, 0]).tolist():
+                torch.testing.assert_close(said.z[place], readout.z[now.row[place]], rtol=1e-4, atol=1e-5)
+    with pytest.raises(RecipeError, match=r"pauses: got -1.0, expected seconds, 0 or more"):
+        replace(batches.recipe, pauses=-1.0)
+
+
 def test_each_frame_is_encoded_once(store):
     learner, batches, _ = ready(store, "act")
     count = []
@@ -297,18 +339,10 @@ def test_pictures_of_one_owner_are_changed_alike():
 
 
 @pytest.mark.parametrize("memory", ["trace", "none"])
-def test_frames_before_which_the_robot_rests_are_drawn_less_often(store, memory):
-    _, batches, before = ready(store, "act")
-    action = store.columns[ACTION].clone()
-    try:
-        store.columns[ACTION] = torch.arange(len(action)).float()[:, None].repeat(1, action.shape[1])
-        store.columns[ACTION][5:30] = (
-            5.0  # in the first episode, of 40 frames; at 10 Hz frames 5 to 19 have a second of rest
-        )
-        asked = replace(batches.recipe, still=0.1, memory=memory, episodes=2, targets=8)
-        drawn = Batches(store, batches.config, before, asked, seed=3)
-    finally:
-        store.columns[ACTION] = action
+def test_frames_before_which_the_robot_rests_are_drawn_less_often(restful, memory):
+    _, batches, before = ready(restful, "act")
+    asked = replace(batches.recipe, still=0.1, memory=memory, episodes=2, targets=8)
+    drawn = Batches(restful, batches.config, before, asked, seed=3)
     counts = torch.zeros(2, 40)
     for step in range(600):
         episodes, times = drawn.targets(step)
