@@ -23,7 +23,7 @@ from trace_memory.keys import MLP, Key
 
 Map = Callable[[Tensor], Tensor]
 TINY = 1e-4  # added to the square of a norm
-SHARP = 12.0  # a level route's logit for a key and a slot of one direction
+SHARP = 4.0  # a level route's logit for a key and a slot of one direction: soft at first, 0.9 of a write where it learns to
 
 
 class Drive(NamedTuple):
