@@ -38,6 +38,7 @@ class MemoryOptions:
     depth: int | None = None
     key: str | None = None
     path: str | None = None
+    clock: str | None = None
     fade: float | None = None
     bound: float | None = None
     gate: str | None = None

@@ -39,6 +39,7 @@ class MemoryConfig:
     depth: int = 3  # p
     key: str = "signature"  # or "logsignature"
     path: str = "routes"  # what the key is for; or "mixes": it is also written and told to the policy, as in the paper
+    clock: str = "path"  # what a write is due to: way made, or "time", as in the paper
     fade: float = 32.0  # path length over which the key forgets, in standardised units
     bound: float = 10.0  # of standardised keys, whose embeddings and routes are then level; inf: as large as they come
     gate: str = "closing"  # or "channel", "scalar": see gates.py
@@ -53,7 +54,7 @@ class MemoryConfig:
     def __post_init__(self) -> None:
         """Refuses impossible numbers and unknown words by name."""
         words = {"key": list(SIGNATURES), "gate": list(GATES), "start": ["content", "pytorch"]}
-        words |= {"path": ["routes", "mixes"], "name": list(MEMORIES)}
+        words |= {"path": ["routes", "mixes"], "clock": ["path", "time"], "name": list(MEMORIES)}
         for field, known in words.items():
             value = getattr(self, field)
             if value not in known:
@@ -104,7 +105,7 @@ def _trace(slots: type[Slots] = Slots, keys: type[Keys] = Keys) -> Callable[[Mem
             as_pytorch(bank)
         else:
             content_first(bank)
-        return TraceMemory(normaliser, signature, key, bank, content=c.content)
+        return TraceMemory(normaliser, signature, key, bank, content=c.content, timed=c.clock == "time")
 
     return build_trace
 
@@ -144,6 +145,7 @@ PRESETS: dict[str, MemoryConfig] = {
         gate="scalar",
         start="pytorch",
         path="mixes",
+        clock="time",
         read_gain=1.0,
         fade=math.inf,
         bound=math.inf,

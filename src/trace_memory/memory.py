@@ -267,9 +267,19 @@ def _may_sync() -> bool:
 class TraceMemory(Memory):
     """Signature-routed slots: the method of the paper."""
 
-    def __init__(self, normaliser: Normaliser, signature: Signature, keys: Keys, slots: Slots, *, content: int):
+    def __init__(
+        self,
+        normaliser: Normaliser,
+        signature: Signature,
+        keys: Keys,
+        slots: Slots,
+        *,
+        content: int,
+        timed: bool = False,
+    ):
         super().__init__(content=content, channels=signature.channels, width=slots.width)
         self.normaliser, self.signature, self.keys, self.slots = normaliser, signature, keys, slots
+        self.timed = timed
 
     @property
     def cell_shapes(self) -> dict[str, tuple[int, ...]]:
@@ -296,11 +306,18 @@ class TraceMemory(Memory):
             cells["anchor"] = anchor = torch.where((state.steps == 0)[:, None], content, state.cells["anchor"])
         key = self.keys(self.normaliser.xi(xi), self.normaliser.delta(delta), anchor)
         maps = self.slots.maps()
-        drive = self.slots.prepare(content, key, maps)
+        drive = self.slots.prepare(content, key, self.pace(delta, state.steps == 0), maps)
         cells["slots"], omega, beta = self.slots.write(state.cells["slots"], drive, maps)
         z, alpha = self.slots.read(cells["slots"], drive)
         g, dg = self._told(key)
         return cells, Readout(cells["slots"], z, g, dg, alpha, Routing(omega, beta.detach().mean(-1), drive.u))
+
+    def pace(self, delta: Float[Tensor, "*n D"], first: Bool[Tensor, "*n"]) -> Float[Tensor, "*n"]:
+        """How much of a write each step is. The memory's clock is the path, unless it is `timed`: a robot at rest writes
+        nothing, so that nobody can tell from its slots how long it has waited. What it sees `first` it writes in any case.
+        """
+        pace = self.normaliser.pace(delta)
+        return torch.ones_like(pace) if self.timed else torch.where(first, 1.0, pace)
 
     def _told(self, key: Key) -> tuple[Tensor, Tensor]:
         """What the policy is told of the key: nothing, unless the path mixes with what is remembered."""
@@ -322,7 +339,8 @@ class TraceMemory(Memory):
             anchor = cells["anchor"][:, None].expand(-1, contents.shape[1], -1)
         key = self.keys(self.normaliser.xi(track.xi), self.normaliser.delta(track.delta), anchor)
         maps = self.slots.maps()
-        drive = self.slots.prepare(contents, key, maps)
+        first = state.steps[:, None] + valid.long().cumsum(1) == 1
+        drive = self.slots.prepare(contents, key, self.pace(track.delta, first), maps)
         m, slots, omegas, betas = state.cells["slots"], [], [], []
         for (now, its), ok in zip(self.slots.each(drive, maps), valid.unbind(1), strict=True):
             written = self.slots.write(m, now, its)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from trace_memory.signature import Signature
 
 STD_FLOOR = 1e-6
+BRISK = 0.5
 
 
 class Moments:
@@ -52,6 +53,7 @@ class Normaliser(nn.Module):
     xi_std: Float[Tensor, " D"]
     delta_mean: Float[Tensor, " D"]
     delta_std: Float[Tensor, " D"]
+    stride: Float[Tensor, ""]
     frames: Tensor
 
     def __init__(self, channels: int, dim: int, bound: float = math.inf):
@@ -61,6 +63,7 @@ class Normaliser(nn.Module):
         for name, width in (("state", channels), ("xi", dim), ("delta", dim)):
             self.register_buffer(f"{name}_mean", torch.zeros(width))
             self.register_buffer(f"{name}_std", torch.ones(width))
+        self.register_buffer("stride", torch.ones(()))  # mean length of a step
         self.register_buffer("frames", torch.zeros((), dtype=torch.int64))  # 0: not fitted, the identity
 
     def state(self, s: Float[Tensor, "*n d"]) -> Float[Tensor, "*n d"]:
@@ -74,6 +77,11 @@ class Normaliser(nn.Module):
     def delta(self, delta: Float[Tensor, "*n D"]) -> Float[Tensor, "*n D"]:
         """Standardised signature increment."""
         return self._soft((delta - self.delta_mean) / self.delta_std)
+
+    def pace(self, delta: Float[Tensor, "*n D"]) -> Float[Tensor, "*n"]:
+        """How far the path has come in a step, told by the increment's first level: 0 at rest, 1 from `BRISK` of a mean step on."""
+        moved = torch.linalg.vector_norm(delta[..., : len(self.mask)], dim=-1)
+        return (moved / (BRISK * self.stride)).clamp_max(1.0)
 
     def _soft(self, x: Tensor) -> Tensor:
         return x if math.isinf(self.bound) else x / torch.hypot(torch.ones_like(x), x / self.bound)
@@ -104,16 +112,20 @@ class Normaliser(nn.Module):
             mask = states.std > STD_FLOOR
         states.mean = torch.where(mask, states.mean, 0.0)
         std = torch.where(mask, states.std, STD_FLOOR)
-        xis, deltas = Moments(signature.dim), Moments(signature.dim)
+        xis, deltas, strides = Moments(signature.dim), Moments(signature.dim), Moments(1)
         for path in paths:
             standard = (torch.where(mask, path, 0.0) - states.mean) / std
             _, xi, delta = signature.stream(standard[None])
             xis.add(xi[0])
             deltas.add(delta[0])
+            if len(path) > 1:
+                strides.add(delta[0, 1:, :channels].norm(dim=1, keepdim=True))
         self.mask.copy_(mask)
         values = ((states.mean, std), (xis.mean, xis.std), (deltas.mean, deltas.std))
         for name, (mean, deviation) in zip(("state", "xi", "delta"), values, strict=True):
             getattr(self, f"{name}_mean").copy_(mean)
             getattr(self, f"{name}_std").copy_(deviation)
+        if strides.count:
+            self.stride.copy_(strides.mean[0].clamp_min(STD_FLOOR))
         self.frames.fill_(states.count)
         return self

@@ -23,7 +23,7 @@ from trace_memory.keys import MLP, Key
 
 Map = Callable[[Tensor], Tensor]
 TINY = 1e-4  # added to the square of a norm
-SHARP = 4.0  # a level route's logit for a key and a slot of one direction: soft at first, 0.9 of a write where it learns to
+SHARP = 0.25  # how far the logits of a level route are apart where key and slots have nothing to do with each other
 
 
 class Drive(NamedTuple):
@@ -33,6 +33,7 @@ class Drive(NamedTuple):
     hidden: Float[Tensor, "*n H"]  # first layers of phi_m and phi_beta, without their slot part
     query: Float[Tensor, "*n d"]  # W_K^r^T phi_r(e, rho)
     u: Float[Tensor, "*n d"]
+    pace: Float[Tensor, "*n"]  # how much of a write this step is: 1, or less where the robot hardly moves
 
 
 class Maps(NamedTuple):
@@ -86,6 +87,7 @@ class Slots(nn.Module):
     ):
         super().__init__()
         self.count, self.width, self.tau, self.identity, self.level = count, width, tau, identity, level
+        self.sharp = SHARP * math.sqrt(width)  # cosines of strangers are as small as 1 / sqrt(width)
         self.q, self.rho = (key, width) if mixes else (0, 0)  # how much of the key is written
         self.W_Q = nn.Linear(width, width, bias=False)
         self.W_K = nn.Linear(width, width, bias=False)
@@ -132,18 +134,18 @@ class Slots(nn.Module):
             made[name] = layer
         self.settled = nn.ModuleDict(made)
 
-    def prepare(self, content: Float[Tensor, "*n c"], key: Key, maps: Maps) -> Drive:
+    def prepare(self, content: Float[Tensor, "*n c"], key: Key, pace: Float[Tensor, "*n"], maps: Maps) -> Drive:
         """Everything about these steps that does not depend on the slots."""
         u = self.phi_w(torch.cat([content, key.q[..., : self.q]], dim=-1))  # u = phi_w(e, q)
         query = maps.query(self.phi_r.hidden(torch.cat([content, key.rho], dim=-1)))
         route, hidden = maps.route(key.rho), maps.step(torch.cat([u, key.rho[..., : self.rho]], dim=-1))
-        return Drive(_direction(route) if self.level else route, hidden, query, u)
+        return Drive(_direction(route) if self.level else route, hidden, query, u, pace)
 
     def route(self, route: Float[Tensor, "B d"], m_bar: Float[Tensor, "B K d"]) -> Float[Tensor, "B K"]:
-        """omega. Eq. (slot_route); for level routes a cosine times SHARP."""
+        """omega. Eq. (slot_route); for level routes a cosine times `sharp`."""
         if self.level:
             cosine = (_direction(m_bar) * route[:, None]).sum(-1)  # not a matrix product: compilers fuse this
-            return torch.softmax(cosine * (SHARP / self.tau), dim=-1)
+            return torch.softmax(cosine * (self.sharp / self.tau), dim=-1)
         return torch.softmax(_dots(route, m_bar) / (self.tau * math.sqrt(self.width)), dim=-1)
 
     def write(self, m: Float[Tensor, "B K d"], drive: Drive, maps: Maps) -> Written:
@@ -153,7 +155,7 @@ class Slots(nn.Module):
         hidden = F.gelu(maps.slot(m_bar) + drive.hidden[:, None])
         for_m, for_beta = hidden.chunk(2, dim=-1)
         proposal = torch.tanh(maps.proposal(for_m))
-        beta = omega[..., None] * self.gate(maps.strength(for_beta))
+        beta = (drive.pace[:, None] * omega)[..., None] * self.gate(maps.strength(for_beta))
         return Written(torch.lerp(m, proposal, beta.expand_as(m)), omega, beta)
 
     def each(self, drive: Drive, maps: Maps) -> Iterator[tuple[Drive, Maps]]:

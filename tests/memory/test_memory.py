@@ -16,7 +16,8 @@ SMALL = MemoryConfig(channels=D, content=C, width=16, hidden=16, depth=2, fade=4
 VARIANTS = {name: replace(SMALL, name=name) for name in MEMORIES} | {
     "anchored": replace(SMALL, anchor=True),
     "mixed": replace(SMALL, path="mixes"),
-    "paper form": replace(SMALL, gate="scalar", path="mixes", fade=math.inf, bound=math.inf),
+    "timed": replace(SMALL, clock="time"),
+    "paper form": replace(SMALL, gate="scalar", path="mixes", clock="time", fade=math.inf, bound=math.inf),
     "log keys": replace(SMALL, key="logsignature"),
 }
 
@@ -95,6 +96,40 @@ def test_padding_changes_nothing_and_rows_are_independent(config):
             torch.testing.assert_close(alone.cells[name][0], final.cells[name][row], rtol=1e-10, atol=1e-10)
         for a, b in zip(tensors(read), tensors(readouts), strict=True):
             torch.testing.assert_close(a[0], b[row, keep], rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("name", ["trace", "unrouted", "mean-read", "no-delta"])
+def test_a_robot_at_rest_writes_nothing(name):
+    """However long it stands and whatever it sees meanwhile, its slots are the same: nobody can count by them."""
+    contents, path, _ = data()
+    again = torch.ones(T, dtype=torch.long)
+    again[7], again[20] = 6, 30
+    index = torch.arange(T).repeat_interleave(again)
+    began = torch.cat([torch.ones(1, dtype=torch.bool), index[1:] != index[:-1]])
+    meanwhile = torch.where(began[:, None], contents[:, index], torch.randn(B, len(index), C, dtype=torch.float64))
+    for clock in ("path", "time"):
+        memory = make(replace(SMALL, name=name, clock=clock))
+        memory.normaliser.fit(list(path), memory.signature)
+        straight, rested = memory.scan(contents, path)[1], memory.scan(meanwhile, path[:, index])[1]
+        apart = (rested.slots - straight.slots[:, index]).abs().max()
+        assert (apart < 1e-12) == (clock == "path")
+        if clock == "path":
+            assert (rested.routing.beta[:, ~began] == 0).all()
+            torch.testing.assert_close(rested.z[:, began][:, 21:], straight.z[:, 21:])
+
+
+def test_writes_are_due_to_way_made_not_to_steps():
+    """A way sampled four times as finely is written about as often; by time it is written four times as often."""
+    contents, path, _ = data()
+    fine = torch.nn.functional.interpolate(path.mT, scale_factor=4, mode="linear", align_corners=True).mT
+    written = {}
+    for clock in ("path", "time"):
+        memory = make(replace(SMALL, clock=clock))
+        memory.normaliser.fit(list(0.3 * path), memory.signature)
+        written[clock] = [float(memory.scan(c, p)[1].routing.beta.sum()) for c, p in (
+            (contents, 0.05 * path), (contents.repeat_interleave(4, 1), 0.05 * fine))]  # fmt: skip
+    assert written["path"][1] / written["path"][0] < 1.5
+    assert written["time"][1] / written["time"][0] > 3
 
 
 def test_rows_reset_one_by_one(config):

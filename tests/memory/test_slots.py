@@ -35,7 +35,7 @@ def inputs(batch=2):
 def test_write_and_read_as_the_paper_writes_them(gate):
     slots = make(gate=gate, tau=0.7, identity=0.5)
     m, e, key = inputs()
-    drive = slots.prepare(e, key, slots.maps())
+    drive = slots.prepare(e, key, torch.ones(len(e)), slots.maps())
     written = slots.write(m, drive, slots.maps())
     z, alpha = slots.read(written.slots, drive)
     for b in range(len(m)):
@@ -64,13 +64,16 @@ def test_level_routes_are_angles_and_stay_soft():
     """However large key and slots become, no slot is beyond the reach of the gradient."""
     slots = make(level=True, tau=0.5)
     m, e, key = inputs()
-    huge = [slots.prepare(e, key._replace(rho=key.rho * size), slots.maps()).route for size in (10.0, 1e4)]
+    huge = [
+        slots.prepare(e, key._replace(rho=key.rho * size), torch.ones(len(e)), slots.maps()).route
+        for size in (10.0, 1e4)
+    ]
     torch.testing.assert_close(*huge, rtol=1e-4, atol=1e-4)
     wide = slots.route(huge[0], m)
     torch.testing.assert_close(slots.route(huge[1], 1e4 * m), wide, rtol=1e-3, atol=1e-4)
     aligned = slots.route(m[:, 0] / m[:, 0].norm(dim=-1, keepdim=True), m)
     assert aligned.max() > wide.max() > 1 / K
-    assert aligned.min() > 1 / (1 + K * math.exp(2 * 12 / 0.5))
+    assert aligned.min() > 1 / (1 + K * math.exp(2 * 0.25 * math.sqrt(D) / 0.5))
     assert make(tau=0.5).route(1e4 * m[:, 0], m).min() == 0  # what angles spare us
 
 
@@ -86,7 +89,7 @@ def test_a_path_that_never_moved_teaches_calmly():
 def test_weights_sum_to_one():
     slots = make()
     m, e, key = inputs()
-    drive = slots.prepare(e, key, slots.maps())
+    drive = slots.prepare(e, key, torch.ones(len(e)), slots.maps())
     written = slots.write(m, drive, slots.maps())
     torch.testing.assert_close(written.omega.sum(-1), torch.ones(2).double())
     torch.testing.assert_close(slots.read(m, drive)[1].sum(-1), torch.ones(2).double())
@@ -98,7 +101,7 @@ def test_a_closed_gate_leaves_a_slot_exactly_unchanged():
     with torch.no_grad():
         slots.phi_beta.last.weight.zero_()
         slots.phi_beta.last.bias.fill_(-4.0)
-    written = slots.write(m, slots.prepare(e, key, slots.maps()), slots.maps())
+    written = slots.write(m, slots.prepare(e, key, torch.ones(len(e)), slots.maps()), slots.maps())
     assert torch.equal(written.slots, m)
 
 
@@ -144,7 +147,7 @@ def test_slots_diverge_from_zero_only_by_their_identity(identity, diverge):
 def test_ablations_take_one_part_away():
     m, e, key = inputs()
     unrouted, mean = make(UnroutedSlots), make(MeanReadSlots)
-    drive = unrouted.prepare(e, key, unrouted.maps())
+    drive = unrouted.prepare(e, key, torch.ones(len(e)), unrouted.maps())
     third = torch.full((2, K), 1 / K).double()
     torch.testing.assert_close(unrouted.write(m, drive, unrouted.maps()).omega, third)
     torch.testing.assert_close(mean.read(m, drive)[1], third)
