@@ -19,7 +19,7 @@ from trace_memory.config import build
 from trace_memory.normalise import Moments, Normaliser
 
 FORM = 2  # of contents. 1: they and keys are normalised; 2: what is seen keeps its places
-ROUTED = 4  # of weights with slots. 3: the path routes by angles, and is written only where it mixes; 4: softly, and is the clock of writes
+ROUTED = 4  # of weights with slots. 3: routes are angles, and paths are written only where they mix; 4: routes are soft
 
 
 class Content(nn.Module):

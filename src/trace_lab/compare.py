@@ -27,6 +27,7 @@ from trace_lab.dataset import write_json
 from trace_lab.recipe import POLICIES, Recipe, RecipeError, known, parse, recipe
 from trace_lab.run import Run, RunError, commit, differences, versions
 from trace_lab.runners import Here, OnRay
+from trace_lab.tables import markdown, to_json
 
 RIVALS = ("gru", "transformer", "lru", "retrieval")
 ABLATIONS = ("current", "signature-only", "unrouted", "no-delta", "mean-read", "no-auxiliary")
@@ -302,11 +303,11 @@ def tables(out: Path, console: Console) -> dict[str, Any]:
     if not reading.rollouts:
         return {}
     made = stats.report(reading)
-    (out / "tables.md").write_text(stats.markdown(made))
-    write_json(out / "tables.json", stats.to_json(made))
-    console.print(Markdown(stats.markdown({"main": made["main"]})))
+    (out / "tables.md").write_text(markdown(made))
+    write_json(out / "tables.json", to_json(made))
+    console.print(Markdown(markdown({"main": made["main"]})))
     tell(console, f"Wrote {out / 'tables.md'} and {out / 'tables.json'}")
-    return stats.to_json(made)
+    return to_json(made)
 
 
 def compare(

@@ -14,6 +14,7 @@ from rich.console import Console
 
 from trace_lab import stats
 from trace_lab.dataset import write_json
+from trace_lab.tables import Table, markdown
 
 BEGIN, END = "<!-- tracemem report {} -->", "<!-- end of report -->"
 BLOCK = re.compile(r"<!-- tracemem report ([^>]+?) -->\n(.*?)<!-- end of report -->", re.DOTALL)
@@ -28,7 +29,7 @@ class IncompleteError(ReportError):
     """Episodes that are still to be played."""
 
 
-def tables(folder: Path) -> dict[str, stats.Table]:
+def tables(folder: Path) -> dict[str, Table]:
     """All tables of the results in a folder."""
     if not folder.is_dir():
         raise ReportError(f"{folder}: no such folder of results")
@@ -43,7 +44,7 @@ def filled(page: str, where: str, root: Path) -> str:
         made = tables(root / name)
         if strange := [key for key in keys if key not in made]:
             raise ReportError(f"{where}: tables {', '.join(strange)} of {name}, expected some of {', '.join(made)}")
-        text = stats.markdown({key: made[key] for key in keys or made}, heading="**{}**")
+        text = markdown({key: made[key] for key in keys or made}, heading="**{}**")
         return f"{BEGIN.format(found[1])}\n{text}{END}"
 
     if page.count("<!-- tracemem report") != len(BLOCK.findall(page)):
@@ -98,7 +99,7 @@ def add(run: Path, target: Path, found: dict[Path, dict[str, Any]]) -> None:
     write_json(target / KEPT[1], json.loads((run / KEPT[1]).read_text()))
 
 
-def draw(made: dict[str, stats.Table], path: Path) -> None:
+def draw(made: dict[str, Table], path: Path) -> None:
     """Branch accuracy of every method and task, with intervals, beside chance."""
     import matplotlib as mpl
 
@@ -165,7 +166,7 @@ def report(
         sets = {folder: tables(folder) for folder in sorted(results.iterdir()) if folder.is_dir()}
         for folder, each in sets.items():
             page = folder / "tables.md"
-            texts[page], made[page] = page.read_text() if page.exists() else "", stats.markdown(each)
+            texts[page], made[page] = page.read_text() if page.exists() else "", markdown(each)
         stale = [page for page in made if made[page] != texts[page]]
         if check:
             for page in stale:

@@ -4,7 +4,7 @@ task, failures, branch accuracy. It only reads; it runs no rollout, writes no fi
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from reprlib import repr as short
 from typing import Any
@@ -14,11 +14,12 @@ from numpy.typing import NDArray
 
 from trace_bench.referee import Decision, Outcome, Record
 from trace_bench.registry import EVERY, TASKS
+from trace_lab.tables import DASH, Show, Table
 
 FILE = "evaluation.jsonl"
 RESAMPLES = 5000  # the error of a standard error is then 1 %
+SOON = 20  # steps: a lamp that has missed its clock waits so long for its next chance
 ONCE = ("policy", "memory", "training_seed", "task", "split", "seed", "cue", "delay")  # what tells rollouts apart
-DASH = "—"
 MEMORIES = {  # beside none and trace, in the order of the rows; spelled out, because trace_memory would import torch
     "gru": "GRU",
     "transformer": "transformer context",
@@ -35,7 +36,6 @@ OURS = ("trace", "signature-only", "unrouted", "no-delta", "mean-read", "no-auxi
 type Method = tuple[str, str]  # policy, memory
 type Cells = dict[str, dict[int, NDArray[np.float64]]]  # task, training seed: progress of each rollout in percent
 type Check = tuple[Callable[[Any], bool], str]  # whether a value will do, and what would
-type Show = Callable[[Any], str]
 NAMES: dict[Method, str] = {
     ("act", "none"): "ACT",
     ("diffusion", "none"): "Diffusion Policy",
@@ -262,24 +262,42 @@ def branches(records: Sequence[Record]) -> dict[str, Share | None]:
     }
 
 
+@dataclass(frozen=True)
+class Wait:
+    """What waiting for a task's first lamp is like, from all of its records. It lights only where robots are at rest."""
+
+    earliest: int  # steps from the end of the delay until it lights
+    long: float  # delays beyond this are the longest quarter
+
+    @classmethod
+    def of(cls, records: Sequence[Record]) -> "Wait":
+        """Of records of one task, whoever's they are."""
+        lit = [frame - each.delay for each in records if (frame := each.decisions[0].frame) is not None]
+        return cls(min(lit, default=0), float(np.quantile([each.delay for each in records], 0.75)))
+
+    def shares(self, records: Sequence[Record]) -> dict[str, Share | None]:
+        """How often the lamp lights in time, at most `SOON` steps after the earliest: whoever leaves early sees it late or
+        never.
+        """
+        in_time = [
+            ((frame := each.decisions[0].frame) is not None and frame - each.delay - self.earliest <= SOON, each.delay)
+            for each in records
+        ]
+        return {
+            "In time, shorter waits": share(hit for hit, delay in in_time if delay <= self.long),
+            "In time, longest quarter": share(hit for hit, delay in in_time if delay > self.long),
+        }
+
+
 def chance(records: Iterable[Record]) -> float | None:
     """Percentage of one task's branches that a guess gets right: one of the answers met. None if only one was met."""
     answers = {decision.answer for each in records for decision in each.decisions}
     return 100 / len(answers) if len(answers) > 1 else None
 
 
-@dataclass(frozen=True)
-class Table:
-    """Rows of values under headings that know how a value reads; None is missing. The first note is the caption."""
-
-    title: str
-    columns: dict[str, Show]
-    rows: list[tuple[Any, ...]]
-    notes: tuple[str, ...] = ()
-    bold: tuple[str, ...] = ()  # columns whose largest mean is
-
-
 COUNTED: Show = "{0.count} ({0.percent:.0f} %)".format
+WAITS = "Waiting for the first lamp: rollouts in which it lights in time (share)"
+OF: Show = "{0.count} of {0.of} ({0.percent:.0f} %)".format
 RATE: Show = "{0.percent:.1f} [{0.low:.1f}, {0.high:.1f}] ({0.count}/{0.of})".format
 
 
@@ -357,6 +375,8 @@ def report(reading: Reading, reference: Method | None = None) -> dict[str, Table
     guess = {task: chance(each.record for each in rollouts if each.record.task == task) for task in met}
     failed = [(NAMES[method], task, *failures(some).values()) for (method, task), some in sheets.items()]
     branched = [(NAMES[m], task, guess[task], *branches(some).values()) for (m, task), some in sheets.items()]
+    wait = {task: Wait.of([each.record for each in rollouts if each.record.task == task]) for task in met}
+    waited = [(NAMES[m], task, *wait[task].shares(some).values()) for (m, task), some in sheets.items()]
     lead: dict[str, Show] = {"Method": str, "Task": str}
     rates = lead | {"Chance": "{:.1f}".format} | dict.fromkeys(branches([]), RATE)
     left = {"All tasks": tasks} | {f"Drop {task}": [other for other in tasks if other != task] for task in tasks}
@@ -366,6 +386,7 @@ def report(reading: Reading, reference: Method | None = None) -> dict[str, Table
         "tool": _tool(methods, tasks, reference),
         "failures": Table("Failure taxonomy: rollouts (share)", lead | dict.fromkeys(failures([]), COUNTED), failed),
         "branches": Table("Branch accuracy (%) with Wilson 95 % intervals", rates, branched),
+        "waits": Table(WAITS, lead | dict.fromkeys(Wait(0, 0.0).shares([]), OF), waited),
     }
     sizes = _span(len(sample) for own in methods.values() for seeds in own.values() for sample in seeds.values())
     trained = _span(len({seed for seeds in own.values() for seed in seeds}) for own in methods.values())
@@ -374,27 +395,3 @@ def report(reading: Reading, reference: Method | None = None) -> dict[str, Table
         f"Split: {', '.join(sorted({each.record.split for each in rollouts}))}."
     )
     return {key: replace(table, notes=(caption, *table.notes)) for key, table in tables.items()}
-
-
-def markdown(tables: dict[str, Table], heading: str = "## {}") -> str:
-    """The tables as Markdown: the best of a column bold, caption and notes below."""
-    blocks = []
-    for table in tables.values():
-        shows, headings = table.columns.values(), list(table.columns)
-        grid = [[DASH if v is None else show(v) for show, v in zip(shows, row, strict=True)] for row in table.rows]
-        for index in map(headings.index, table.bold):
-            means = {number: row[index].mean for number, row in enumerate(table.rows) if row[index] is not None}
-            for number in (n for n, mean in means.items() if mean > max(means.values()) - 1e-9):
-                grid[number][index] = f"**{grid[number][index]}**"
-        lines = [f"| {' | '.join(line)} |" for line in (headings, ["---"] * len(headings), *grid)]
-        blocks += [heading.format(table.title), *(["\n".join(lines)] if grid else []), *table.notes]
-    return "\n\n".join(blocks) + "\n"
-
-
-def to_json(tables: dict[str, Table]) -> dict[str, Any]:
-    """The same as plain values: title, rows by heading and notes of each table."""
-    whole = {}
-    for key, table in tables.items():
-        rows = [dict(zip(table.columns, row, strict=True)) for row in table.rows]
-        whole[key] = {"title": table.title, "rows": rows, "notes": table.notes}
-    return dict(json.loads(json.dumps(whole, default=asdict)))  # tuples become lists

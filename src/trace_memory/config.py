@@ -38,8 +38,10 @@ class MemoryConfig:
     slots: int = 4  # K
     depth: int = 3  # p
     key: str = "signature"  # or "logsignature"
-    path: str = "routes"  # what the key is for; or "mixes": it is also written and told to the policy, as in the paper
-    clock: str = "path"  # what a write is due to: way made, or "time", as in the paper
+    path: str = (
+        "mixes"  # the key is also written and told to the policy, as in the paper; or "routes", and nothing else
+    )
+    clock: str = "time"  # every step is a write, as in the paper; or "path": only way made is, not waiting
     fade: float = 32.0  # path length over which the key forgets, in standardised units
     bound: float = 10.0  # of standardised keys, whose embeddings and routes are then level; inf: as large as they come
     gate: str = "closing"  # or "channel", "scalar": see gates.py
@@ -144,8 +146,6 @@ PRESETS: dict[str, MemoryConfig] = {
     "paper": MemoryConfig(
         gate="scalar",
         start="pytorch",
-        path="mixes",
-        clock="time",
         read_gain=1.0,
         fade=math.inf,
         bound=math.inf,

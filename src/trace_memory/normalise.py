@@ -79,7 +79,7 @@ class Normaliser(nn.Module):
         return self._soft((delta - self.delta_mean) / self.delta_std)
 
     def pace(self, delta: Float[Tensor, "*n D"]) -> Float[Tensor, "*n"]:
-        """How far the path has come in a step, told by the increment's first level: 0 at rest, 1 from `BRISK` of a mean step on."""
+        """How far a step has come, told by the increment's first level: 0 at rest, 1 from `BRISK` of a mean step on."""
         moved = torch.linalg.vector_norm(delta[..., : len(self.mask)], dim=-1)
         return (moved / (BRISK * self.stride)).clamp_max(1.0)
 

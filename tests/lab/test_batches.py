@@ -206,7 +206,7 @@ def restful(store):
 
 
 def test_pauses_lengthen_rests_for_the_memory_and_nothing_else(restful):
-    learner, batches, before = ready(restful, "act", pauses=1.2, **{"memory.update_every": 3})
+    learner, batches, _ = ready(restful, "act", pauses=1.2, **{"memory.update_every": 3})
     longest, among = set(), set()
     for step in range(200):
         shown = batches._shown(step, *batches.targets(step))

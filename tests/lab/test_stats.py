@@ -11,8 +11,9 @@ import pytest
 
 from trace_bench.referee import Decision, Outcome, Record
 from trace_bench.registry import TASKS
-from trace_lab import stats
-from trace_lab.stats import DASH, Estimate, LineError, Reading, Rollout
+from trace_lab import stats, tables
+from trace_lab.stats import Estimate, LineError, Reading, Rollout
+from trace_lab.tables import DASH
 
 ACT, DIFFUSION = ("act", "none"), ("diffusion", "none")
 TRACE, TRACE_DIFFUSION, RETRIEVAL = ("act", "trace"), ("diffusion", "trace"), ("act", "retrieval")
@@ -61,7 +62,7 @@ def write(path, *rows, end=""):
 
 def table_of(rollouts, key, **named) -> dict[str, dict]:
     return {
-        each["Method"]: each for each in stats.to_json(stats.report(Reading(tuple(rollouts)), **named))[key]["rows"]
+        each["Method"]: each for each in tables.to_json(stats.report(Reading(tuple(rollouts)), **named))[key]["rows"]
     }
 
 
@@ -103,8 +104,8 @@ def test_torn_last_line_is_left_out_with_a_note(tmp_path, end):
     assert len(reading.rollouts) == 2
     (note,) = reading.notes
     assert note.startswith(f"{file}:3: torn last line left out ({len(end)} bytes)")
-    assert note in stats.markdown(stats.report(reading))
-    assert note in stats.to_json(stats.report(reading))["main"]["notes"]
+    assert note in tables.markdown(stats.report(reading))
+    assert note in tables.to_json(stats.report(reading))["main"]["notes"]
 
 
 def test_whole_last_line_without_newline_counts(tmp_path):
@@ -257,7 +258,7 @@ def test_equal_rollouts_have_no_error(done):
 def test_one_rollout_has_an_unknown_error():
     rollouts = played(ACT, "Tool", [2])
     assert stats.average(stats.cells(rollouts), ["Tool"]) == Estimate(50.0, None, None, None)
-    text = stats.markdown(stats.report(Reading(tuple(rollouts))))
+    text = tables.markdown(stats.report(Reading(tuple(rollouts))))
     assert f"**50.0 ± {DASH}**" in text
     assert "nan" not in text
 
@@ -300,10 +301,30 @@ def test_branch_accuracy_counts_what_it_says():
     }
     assert stats.chance(each.record for each in rollouts) == 50.0  # the wrong choice 2 is no answer
     assert stats.chance(each.record for each in rollouts[4:5]) is None
-    (made,) = stats.to_json(stats.report(Reading(tuple(rollouts))))["branches"]["rows"]
+    (made,) = tables.to_json(stats.report(Reading(tuple(rollouts))))["branches"]["rows"]
     assert made["Chance"] == 50.0
     assert made["First branch right"]["percent"] == 75.0
     assert stats.branches([rollouts[4].record])["First branch right"] is None
+
+
+def test_waits_tell_who_does_not_wait_for_the_lamp():
+    def seen(method, lamps):  # delay and time of the first lamp
+        decisions = [(delay, [Decision("first", 0, lamp)]) for delay, lamp in lamps]
+        records = [
+            Record("Cable", seed, "heldout", 0, delay, {"a": None}, each)
+            for seed, (delay, each) in enumerate(decisions)
+        ]
+        return [Rollout(method, 0, record) for record in records]
+
+    patient = seen(ACT, [(60, 164), (61, 165), (70, 174), (110, 234)])  # 104 steps after the delay, once 20 later
+    hasty = seen(TRACE, [(60, 164), (61, 186), (70, 174), (110, None)])  # once 21 later, once never
+    acts, traces = tables.to_json(stats.report(Reading(tuple(patient + hasty))))["waits"]["rows"]
+    counts = [
+        (each[name]["count"], each[name]["of"])
+        for each in (acts, traces)
+        for name in ("In time, shorter waits", "In time, longest quarter")
+    ]
+    assert counts == [(3, 3), (1, 1), (2, 3), (0, 1)]
 
 
 def test_failures_are_counted_for_each_task():
@@ -313,14 +334,14 @@ def test_failures_are_counted_for_each_task():
         + played(ACT, "Cable", [0, 0], outcome=Outcome.PREBRANCH)
     )
     made = stats.report(Reading(tuple(rollouts)))
-    tool, cable = stats.to_json(made)["failures"]["rows"]
+    tool, cable = tables.to_json(made)["failures"]["rows"]
     assert [*tool] == ["Method", "Task", *map(str, Outcome)]
     assert {name: tool[name]["count"] for name in map(str, Outcome) if tool[name]["count"]} == {
         "success": 3,
         "wrong branch": 1,
     }
     assert cable["pre-branch failure"]["percent"] == 100.0
-    assert "| ACT | Tool | 3 (75 %) | 0 (0 %) | 1 (25 %) | 0 (0 %) | 0 (0 %) | 0 (0 %) |" in stats.markdown(made)
+    assert "| ACT | Tool | 3 (75 %) | 0 (0 %) | 1 (25 %) | 0 (0 %) | 0 (0 %) | 0 (0 %) |" in tables.markdown(made)
 
 
 # -- the paper's tables ---------------------------------------------------------------------------------------------
@@ -387,7 +408,7 @@ def test_parts_of_trace_are_no_reference():
 
 def test_main_table_as_text():
     rollouts = [each for task in TASKS for each in played(ACT, task, [1, 1]) + played(TRACE, task, [2, 4], first=5)]
-    text = stats.markdown(stats.report(Reading(tuple(rollouts))))
+    text = tables.markdown(stats.report(Reading(tuple(rollouts))))
     head, rule, act, ours = text.split("\n\n")[1].split("\n")
     assert head == "| Method | Tool | Book | Laundry | Cable | Medicine | Average |"
     assert rule == "|" + " --- |" * 7
@@ -396,12 +417,12 @@ def test_main_table_as_text():
     assert cells[0] == "TRACE Regression"
     assert all(each.startswith("**75.0 ± ") and each.endswith("**") for each in cells[1:])
     caption = "20 rollouts: 2 a method, task and training seed. Training seeds a method: 1. Split: heldout."
-    assert text.count(caption) == text.count("## ") == 5
+    assert text.count(caption) == text.count("## ") == 6
 
 
 def test_caption_shows_unequal_numbers():
     rollouts = played(ACT, "Tool", [1, 2]) + played(ACT, "Tool", [1], training_seed=1) + played(TRACE, "Tool", [1, 2])
-    text = stats.markdown(stats.report(Reading(tuple(rollouts))))
+    text = tables.markdown(stats.report(Reading(tuple(rollouts))))
     assert "5 rollouts: 1 to 2 a method, task and training seed. Training seeds a method: 1 to 2." in text
 
 
@@ -409,7 +430,7 @@ def test_missing_cells_are_dashes_and_never_averaged():
     lacking = [each for each in papers() if (each.method, each.record.task) != (TRACE, "Book")]
     made = stats.report(Reading(tuple(lacking)))
     main, left = (
-        {row["Method"]: row for row in stats.to_json(made)[key]["rows"]} for key in ("main", "leave_one_task_out")
+        {row["Method"]: row for row in tables.to_json(made)[key]["rows"]} for key in ("main", "leave_one_task_out")
     )
     assert main["TRACE Regression"]["Book"] is None
     assert main["TRACE Regression"]["Average"] is None
@@ -418,7 +439,7 @@ def test_missing_cells_are_dashes_and_never_averaged():
     assert [name for name, cell in left["TRACE Regression"].items() if cell is None] == [
         name for name in left["ACT"] if name not in {"Method", "Drop Book"}
     ]
-    text = stats.markdown(made)
+    text = tables.markdown(made)
     line = next(each for each in text.split("\n") if each.startswith("| TRACE Regression"))
     assert line.split(" | ")[2] == DASH
     assert line.endswith(f"| {DASH} |")
@@ -432,7 +453,7 @@ def test_missing_seeds_and_tasks_are_said():
         played(ACT, "Book", [1, 2]) + played(ACT, "Cable", [1, 2]) + played(ACT, "Cable", [3, 4], training_seed=2)
     )
     made = stats.report(Reading(tuple(rollouts)))
-    text = stats.markdown(made)
+    text = tables.markdown(made)
     assert "Averages are over 2 of the suite's 5 tasks; no rollouts of Tool, Laundry, Medicine." in text
     assert "ACT: no rollouts of Book with training seed 2." in text
     assert "Left out: there are no Tool rollouts." in text
@@ -441,7 +462,7 @@ def test_missing_seeds_and_tasks_are_said():
 
 
 def test_one_task_alone():
-    made = stats.to_json(stats.report(Reading(tuple(played(ACT, "Tool", [1, 2])))))
+    made = tables.to_json(stats.report(Reading(tuple(played(ACT, "Tool", [1, 2])))))
     assert made["leave_one_task_out"]["rows"][0]["Drop Tool"] is None
     assert made["tool"]["rows"][0]["Drop-Tool average"] is None
     assert made["tool"]["rows"][0]["Tool mean ± SE"]["mean"] == 37.5
@@ -469,8 +490,8 @@ def test_the_same_lines_give_the_same_bytes():
     """In any order, and in another process."""
     rollouts = papers()
     first, again = (stats.report(Reading(tuple(each))) for each in (rollouts, rollouts[::-1]))
-    assert stats.markdown(first) == stats.markdown(again)
-    assert json.dumps(stats.to_json(first)) == json.dumps(stats.to_json(again))
+    assert tables.markdown(first) == tables.markdown(again)
+    assert json.dumps(tables.to_json(first)) == json.dumps(tables.to_json(again))
     code = "import numpy as np; from trace_lab.stats import estimate; print(estimate([(1.0, np.arange(9.0))]))"
     other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert other.strip() == str(stats.estimate([(1.0, np.arange(9.0))]))

@@ -15,9 +15,9 @@ B, T, C, D = 3, 40, 10, 3
 SMALL = MemoryConfig(channels=D, content=C, width=16, hidden=16, depth=2, fade=4.0)
 VARIANTS = {name: replace(SMALL, name=name) for name in MEMORIES} | {
     "anchored": replace(SMALL, anchor=True),
-    "mixed": replace(SMALL, path="mixes"),
-    "timed": replace(SMALL, clock="time"),
-    "paper form": replace(SMALL, gate="scalar", path="mixes", clock="time", fade=math.inf, bound=math.inf),
+    "routes only": replace(SMALL, path="routes"),
+    "path clock": replace(SMALL, clock="path"),
+    "paper form": replace(SMALL, gate="scalar", fade=math.inf, bound=math.inf),
     "log keys": replace(SMALL, key="logsignature"),
 }
 
