@@ -299,8 +299,7 @@ def check_folder(plan: Plan) -> None:
 
 def tables(out: Path, console: Console) -> dict[str, Any]:
     """Tables of all rollouts there are, as files and on the screen."""
-    reading = stats.read(out)
-    if not reading.rollouts:
+    if not (reading := stats.read(out)).rollouts:
         return {}
     made = stats.report(reading)
     (out / "tables.md").write_text(markdown(made))
