@@ -15,10 +15,10 @@ from numpy.typing import NDArray
 from trace_bench.referee import Decision, Outcome, Record
 from trace_bench.registry import EVERY, TASKS
 from trace_lab.tables import DASH, Show, Table
+from trace_lab.waits import waits
 
 FILE = "evaluation.jsonl"
 RESAMPLES = 5000  # the error of a standard error is then 1 %
-SOON = 20  # steps: a lamp that has missed its clock waits so long for its next chance
 ONCE = ("policy", "memory", "training_seed", "task", "split", "seed", "cue", "delay")  # what tells rollouts apart
 MEMORIES = {  # beside none and trace, in the order of the rows; spelled out, because trace_memory would import torch
     "gru": "GRU",
@@ -262,31 +262,27 @@ def branches(records: Sequence[Record]) -> dict[str, Share | None]:
     }
 
 
-@dataclass(frozen=True)
-class Wait:
-    """What waiting for a task's first lamp is like, from all of its records. It lights only where robots are at rest."""
-
-    earliest: int  # steps from the end of the delay until it lights
-    long: float  # delays beyond this are the longest quarter
-
-    @classmethod
-    def of(cls, records: Sequence[Record]) -> "Wait":
-        """Of records of one task, whoever's they are."""
-        lit = [frame - each.delay for each in records if (frame := each.decisions[0].frame) is not None]
-        return cls(min(lit, default=0), float(np.quantile([each.delay for each in records], 0.75)))
-
-    def shares(self, records: Sequence[Record]) -> dict[str, Share | None]:
-        """How often the lamp lights in time, at most `SOON` steps after the earliest: whoever leaves early sees it late or
-        never.
-        """
-        in_time = [
-            ((frame := each.decisions[0].frame) is not None and frame - each.delay - self.earliest <= SOON, each.delay)
-            for each in records
-        ]
-        return {
-            "In time, shorter waits": share(hit for hit, delay in in_time if delay <= self.long),
-            "In time, longest quarter": share(hit for hit, delay in in_time if delay > self.long),
-        }
+def _waits(rollouts: Sequence[Rollout], methods: Iterable[Method], tasks: Sequence[str]) -> Table:
+    """For each method all of its rollouts together, then each of its tasks."""
+    rows: list[tuple[Any, ...]] = []
+    found: list[tuple[Method, str, bool, bool, float]] = []
+    for task in tasks:
+        some = [each for each in rollouts if each.record.task == task]
+        marks = waits([each.record for each in some])
+        found += [(x.method, task, *mark, 100 * x.record.progress) for x, mark in zip(some, marks, strict=True)]
+    for method in methods:
+        own = [each[1:] for each in found if each[0] == method]
+        met = [task for task in tasks if any(each[0] == task for each in own)]
+        for task in ["all", *met] if len(met) > 1 else met:
+            split = [[x for x in own if task in {"all", x[0]} and x[1] == long] for long in (False, True)]
+            rows.append((
+                *(NAMES[method], task, *(float(np.mean(sorted(x[3] for x in part))) if part else None for part in split)),
+                *(share(x[2] for x in part) for part in split),
+            ))  # fmt: skip
+    shows = dict.fromkeys(("Progress, shorter waits", "longest quarter"), "{:.1f}".format)
+    counts = dict.fromkeys(("Lamp in time, shorter waits", "in time, longest quarter"), COUNTED_OF)
+    title = "Waiting for the first lamp: mean progress (%), and rollouts in which it lights in time"
+    return Table(title, {"Method": str, "Task": str, **shows, **counts}, rows)
 
 
 def chance(records: Iterable[Record]) -> float | None:
@@ -296,8 +292,7 @@ def chance(records: Iterable[Record]) -> float | None:
 
 
 COUNTED: Show = "{0.count} ({0.percent:.0f} %)".format
-WAITS = "Waiting for the first lamp: rollouts in which it lights in time (share)"
-OF: Show = "{0.count} of {0.of} ({0.percent:.0f} %)".format
+COUNTED_OF: Show = "{0.count} of {0.of} ({0.percent:.0f} %)".format
 RATE: Show = "{0.percent:.1f} [{0.low:.1f}, {0.high:.1f}] ({0.count}/{0.of})".format
 
 
@@ -375,8 +370,6 @@ def report(reading: Reading, reference: Method | None = None) -> dict[str, Table
     guess = {task: chance(each.record for each in rollouts if each.record.task == task) for task in met}
     failed = [(NAMES[method], task, *failures(some).values()) for (method, task), some in sheets.items()]
     branched = [(NAMES[m], task, guess[task], *branches(some).values()) for (m, task), some in sheets.items()]
-    wait = {task: Wait.of([each.record for each in rollouts if each.record.task == task]) for task in met}
-    waited = [(NAMES[m], task, *wait[task].shares(some).values()) for (m, task), some in sheets.items()]
     lead: dict[str, Show] = {"Method": str, "Task": str}
     rates = lead | {"Chance": "{:.1f}".format} | dict.fromkeys(branches([]), RATE)
     left = {"All tasks": tasks} | {f"Drop {task}": [other for other in tasks if other != task] for task in tasks}
@@ -386,7 +379,7 @@ def report(reading: Reading, reference: Method | None = None) -> dict[str, Table
         "tool": _tool(methods, tasks, reference),
         "failures": Table("Failure taxonomy: rollouts (share)", lead | dict.fromkeys(failures([]), COUNTED), failed),
         "branches": Table("Branch accuracy (%) with Wilson 95 % intervals", rates, branched),
-        "waits": Table(WAITS, lead | dict.fromkeys(Wait(0, 0.0).shares([]), OF), waited),
+        "waits": _waits(rollouts, methods, met),
     }
     sizes = _span(len(sample) for own in methods.values() for seeds in own.values() for sample in seeds.values())
     trained = _span(len({seed for seeds in own.values() for seed in seeds}) for own in methods.values())

@@ -5,6 +5,7 @@ import math
 import subprocess
 import sys
 import warnings
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -319,12 +320,13 @@ def test_waits_tell_who_does_not_wait_for_the_lamp():
     patient = seen(ACT, [(60, 164), (61, 165), (70, 174), (110, 234)])  # 104 steps after the delay, once 20 later
     hasty = seen(TRACE, [(60, 164), (61, 186), (70, 174), (110, None)])  # once 21 later, once never
     acts, traces = tables.to_json(stats.report(Reading(tuple(patient + hasty))))["waits"]["rows"]
-    counts = [
-        (each[name]["count"], each[name]["of"])
-        for each in (acts, traces)
-        for name in ("In time, shorter waits", "In time, longest quarter")
-    ]
+    names = ("Lamp in time, shorter waits", "in time, longest quarter")
+    counts = [(each[name]["count"], each[name]["of"]) for each in (acts, traces) for name in names]
     assert counts == [(3, 3), (1, 1), (2, 3), (0, 1)]
+    more = [replace(each, record=replace(each.record, task="Tool", stages={"a": 1})) for each in patient]
+    made = tables.to_json(stats.report(Reading(tuple(patient + more))))["waits"]["rows"]
+    progress = [(each["Task"], each["Progress, shorter waits"], each["longest quarter"]) for each in made]
+    assert progress == [("all", 50.0, 50.0), ("Tool", 100.0, 100.0), ("Cable", 0.0, 0.0)]
 
 
 def test_failures_are_counted_for_each_task():
