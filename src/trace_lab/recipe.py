@@ -11,6 +11,7 @@ from typing import Any
 POLICIES = ("act", "diffusion")
 SCANS = ("episode", "budget")
 BACKBONES = ("trained", "frozen")
+LONGEST = 600.0  # seconds of a pause: every one makes episodes longer
 
 
 class RecipeError(ValueError):
@@ -73,8 +74,11 @@ class Recipe:
         for name, least in {"steps": 1, "episodes": 1, "targets": 1, "truncate": 0, "warmup": 0, "shift": 0}.items():
             if getattr(self, name) < least:
                 raise RecipeError(f"{name}: got {getattr(self, name)}, expected {least} or more")
-        if not self.pauses >= 0:
-            raise RecipeError(f"pauses: got {self.pauses}, expected seconds, 0 or more")
+        if not 0 <= self.pauses <= LONGEST:
+            raise RecipeError(f"pauses: got {self.pauses}, expected seconds, 0 to {LONGEST}")
+        for name in ("borrowed", "pauses"):
+            if getattr(self, name) and self.scan == "budget":
+                raise RecipeError(f"{name}: got {getattr(self, name)} with the budget scan; it is for whole episodes")
         for name in ("lr", "backbone_lr", "memory_lr", "clip", "checkpoint"):
             if not getattr(self, name) > 0:
                 raise RecipeError(f"{name}: got {getattr(self, name)}, expected a positive number")

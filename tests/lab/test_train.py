@@ -401,6 +401,21 @@ def test_presets_build_and_rates_fall():
         Recipe(taught=0.0)
 
 
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"pauses": -1.0}, r"pauses: got -1\.0, expected seconds, 0 to 600"),
+        ({"pauses": float("nan")}, "pauses: got nan"),
+        ({"pauses": float("inf")}, "pauses: got inf"),
+        ({"pauses": 5.0, "scan": "budget"}, r"pauses: got 5\.0 with the budget scan"),
+        ({"borrowed": 0.5, "scan": "budget"}, r"borrowed: got 0\.5 with the budget scan"),
+    ],
+)
+def test_what_makes_no_sense_with_a_scan_is_named(changes, said):
+    with pytest.raises(RecipeError, match=said):
+        Recipe(**changes)
+
+
 def test_the_commit_is_noted_where_there_is_one(tmp_path, monkeypatch):
     assert run_module.commit() is None or len(run_module.commit().rstrip("+")) == 40
     monkeypatch.setattr(run_module, "__file__", str(tmp_path / "run.py"))
