@@ -19,7 +19,7 @@ from trace_memory.config import build
 from trace_memory.normalise import Moments, Normaliser
 
 FORM = 2  # of contents. 1: they and keys are normalised; 2: what is seen keeps its places
-ROUTED = 4  # of weights with slots. 3: routes are angles, and paths are written only where they mix; 4: routes are soft
+ROUTED = 5  # of weights with slots. 3: routes are angles, and paths are written only where they mix; 5: routes are soft
 
 
 class Content(nn.Module):
@@ -91,7 +91,7 @@ class Recall(nn.Module):
         normaliser = getattr(self.memory, "normaliser", None)
         if isinstance(normaliser, Normaliser):
             signature: Any = self.memory.signature
-            kept = paths.keep(f"{type(signature).__name__}-{signature.depth}-{signature.fade}-{self.every}-v3")
+            kept = paths.keep(f"{type(signature).__name__}-{signature.depth}-{signature.fade}-{self.every}-v4")
             # A dataset that cannot be read from or written to here is no reason to stop.
             with contextlib.suppress(OSError, SafetensorError):
                 if kept is not None and kept.exists():

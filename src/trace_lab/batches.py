@@ -141,8 +141,15 @@ class Batches:
         self.pause = round(recipe.pauses * store.meta.fps / self.every)  # steps of the memory
         self.least = -(-store.lengths // self.every)  # (E,): steps of the memory for each episode, as it is
         self.most = self.least + self.pause * self._pausing(torch.arange(len(self.least))).sum(1)
+        if self.whole and recipe.pauses and bool((self.most == self.least).all()):
+            why = (
+                "no episode has a rest before its end" if self.pause else f"the memory looks every {self.every} frames"
+            )
+            raise RecipeError(f"pauses: got {recipe.pauses} s, which is nothing here: {why}; expected more, or 0")
         self.pad = 1
-        if store.device.type == "cuda":  # a scan is captured for each length, so there must be few
+        if (
+            store.device.type == "cuda" and not recipe.truncate
+        ):  # a scan is captured for each length, so there must be few
             self.pad = 32 * max(1, -(-int(self.most.max() - self.least.min()) // (32 * SHAPES)))
 
     def _weights(self) -> Tensor:

@@ -118,7 +118,9 @@ def parts(control: Control) -> dict[str, Callable[[], Any]]:
 
         def update() -> Any:
             key = memory.keys(memory.normaliser.xi(xi), memory.normaliser.delta(delta))
-            drive = slots.prepare(content, key, memory.pace(delta, state.steps == 0), slots.maps())
+            drive = slots.prepare(
+                content, key, memory.pace(memory.normaliser.state(raw) - path.point, state.steps == 0), slots.maps()
+            )
             return drive, slots.write(state.cells["slots"], drive, slots.maps())
 
         with torch.no_grad():

@@ -1,5 +1,5 @@
 """From rollout lines (`evaluation.jsonl`) to numbers and tables: progress with bootstrap errors, averages without one
-task, failures, branch accuracy. It only reads; it runs no rollout, writes no file and imports no learning library.
+task, failures, branch accuracy, waits. It only reads; it runs no rollout, writes no file and imports no learning library.
 """
 
 import json
@@ -262,23 +262,25 @@ def branches(records: Sequence[Record]) -> dict[str, Share | None]:
     }
 
 
-def _waits(rollouts: Sequence[Rollout], methods: Iterable[Method], tasks: Sequence[str]) -> Table:
-    """For each method all of its rollouts together, then each of its tasks."""
-    rows: list[tuple[Any, ...]] = []
+def _waits(rollouts: Sequence[Rollout], methods: Iterable[Method], met: Sequence[str], tasks: Sequence[str]) -> Table:
+    """For each method its mean over these tasks, if it has all of them, and then every task met."""
     found: list[tuple[Method, str, bool, bool, float]] = []
-    for task in tasks:
+    for task in met:
         some = [each for each in rollouts if each.record.task == task]
         marks = waits([each.record for each in some])
         found += [(x.method, task, *mark, 100 * x.record.progress) for x, mark in zip(some, marks, strict=True)]
+
+    def values(method: Method, over: Sequence[str]) -> list[Any]:
+        parts = [[[x for x in found if x[:3] == (method, task, long)] for task in over] for long in (False, True)]
+        means = [[np.mean(sorted(x[4] for x in each)) for each in part if each] for part in parts]
+        progress = [float(np.mean(each)) if len(each) == len(over) else None for each in means]
+        return [*progress, *(share(x[3] for each in part for x in each) for part in parts)]
+
+    rows: list[tuple[Any, ...]] = []
     for method in methods:
-        own = [each[1:] for each in found if each[0] == method]
-        met = [task for task in tasks if any(each[0] == task for each in own)]
-        for task in ["all", *met] if len(met) > 1 else met:
-            split = [[x for x in own if task in {"all", x[0]} and x[1] == long] for long in (False, True)]
-            rows.append((
-                *(NAMES[method], task, *(float(np.mean(sorted(x[3] for x in part))) if part else None for part in split)),
-                *(share(x[2] for x in part) for part in split),
-            ))  # fmt: skip
+        own = [task for task in met if any(x[:2] == (method, task) for x in found)]
+        whole = [("all", tasks)] if len(tasks) > 1 and set(tasks) <= set(own) else []
+        rows += [(NAMES[method], name, *values(method, over)) for name, over in [*whole, *((t, [t]) for t in own)]]
     shows = dict.fromkeys(("Progress, shorter waits", "longest quarter"), "{:.1f}".format)
     counts = dict.fromkeys(("Lamp in time, shorter waits", "in time, longest quarter"), COUNTED_OF)
     title = "Waiting for the first lamp: mean progress (%), and rollouts in which it lights in time"
@@ -379,7 +381,7 @@ def report(reading: Reading, reference: Method | None = None) -> dict[str, Table
         "tool": _tool(methods, tasks, reference),
         "failures": Table("Failure taxonomy: rollouts (share)", lead | dict.fromkeys(failures([]), COUNTED), failed),
         "branches": Table("Branch accuracy (%) with Wilson 95 % intervals", rates, branched),
-        "waits": _waits(rollouts, methods, met),
+        "waits": _waits(rollouts, methods, met, tasks),
     }
     sizes = _span(len(sample) for own in methods.values() for seeds in own.values() for sample in seeds.values())
     trained = _span(len({seed for seeds in own.values() for seed in seeds}) for own in methods.values())

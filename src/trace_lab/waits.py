@@ -6,7 +6,7 @@ import numpy as np
 
 from trace_bench.referee import Record
 
-SOON = 20  # steps: a lamp that has missed its clock waits so long for its next chance
+SOON = 20  # steps of the default profile: a lamp that has missed its clock waits so long for its next chance
 
 
 def waits(records: Sequence[Record]) -> list[tuple[bool, bool]]:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from trace_memory.keys import Key, Keys
 from trace_memory.normalise import Normaliser
-from trace_memory.signature import Signature, SignatureState
+from trace_memory.signature import Signature, SignatureState, displacements
 from trace_memory.slots import Slots
 
 
@@ -72,10 +72,11 @@ class Readout(NamedTuple):
 
 
 class Track(NamedTuple):
-    """Raw signature and increment at each step, and the path cells after the last."""
+    """Raw signature and increment at each step, the step itself, and the path cells after the last."""
 
     xi: Float[Tensor, "B T D"]
     delta: Float[Tensor, "B T D"]
+    moved: Float[Tensor, "B T d_s"]  # the steps of the standardised path
     cells: dict[str, Tensor]
 
 
@@ -275,7 +276,7 @@ class TraceMemory(Memory):
         slots: Slots,
         *,
         content: int,
-        timed: bool = False,
+        timed: bool = True,
     ):
         super().__init__(content=content, channels=signature.channels, width=slots.width)
         self.normaliser, self.signature, self.keys, self.slots = normaliser, signature, keys, slots
@@ -292,31 +293,34 @@ class TraceMemory(Memory):
         before = SignatureState(state.cells["point"], state.cells["xi"], state.steps)
         standard = torch.where(valid[..., None], self.normaliser.state(path), 0.0)
         after, xi, delta = self.signature.stream(standard, valid, before)
-        return Track(xi, delta, {"point": after.point, "xi": after.value})
+        return Track(xi, delta, displacements(standard, valid, before)[0], {"point": after.point, "xi": after.value})
 
     def _track_at(self, path: Tensor, at: Tensor) -> Track:
-        return Track(*self.signature.at(self.normaliser.state(path), at), {})
+        standard, rows = self.normaliser.state(path), torch.arange(len(path), device=path.device)[:, None]
+        moved = standard[rows, at] - standard[rows, (at - 1).clamp_min(0)]
+        return Track(*self.signature.at(standard, at), moved, {})
 
     def _once(self, state: MemoryState, content: Tensor, robot_state: Tensor) -> tuple[dict[str, Tensor], Readout]:
         """Algorithm 1, line by line."""
         before = SignatureState(state.cells["point"], state.cells["xi"], state.steps)
-        path, xi, delta = self.signature.step(before, self.normaliser.state(robot_state))
+        point, first = self.normaliser.state(robot_state), state.steps == 0
+        path, xi, delta = self.signature.step(before, point)
         cells, anchor = {"point": path.point, "xi": path.value}, None
         if self.keys.anchor:
-            cells["anchor"] = anchor = torch.where((state.steps == 0)[:, None], content, state.cells["anchor"])
+            cells["anchor"] = anchor = torch.where(first[:, None], content, state.cells["anchor"])
         key = self.keys(self.normaliser.xi(xi), self.normaliser.delta(delta), anchor)
         maps = self.slots.maps()
-        drive = self.slots.prepare(content, key, self.pace(delta, state.steps == 0), maps)
+        drive = self.slots.prepare(content, key, self.pace(point - before.point, first), maps)
         cells["slots"], omega, beta = self.slots.write(state.cells["slots"], drive, maps)
         z, alpha = self.slots.read(cells["slots"], drive)
         g, dg = self._told(key)
         return cells, Readout(cells["slots"], z, g, dg, alpha, Routing(omega, beta.detach().mean(-1), drive.u))
 
-    def pace(self, delta: Float[Tensor, "*n D"], first: Bool[Tensor, "*n"]) -> Float[Tensor, "*n"]:
-        """How much of a write each step is. The memory's clock is the path, unless it is `timed`: a robot at rest writes
-        nothing, so that nobody can tell from its slots how long it has waited. What it sees `first` it writes in any case.
+    def pace(self, moved: Float[Tensor, "*n d_s"], first: Bool[Tensor, "*n"]) -> Float[Tensor, "*n"]:
+        """How much of a write each step is: all of one, where the memory is `timed`. Else its clock is the path: a robot at
+        rest writes nothing, so that nobody can tell from its slots how long it has waited; but what it sees `first`.
         """
-        pace = self.normaliser.pace(delta)
+        pace = self.normaliser.pace(moved)
         return torch.ones_like(pace) if self.timed else torch.where(first, 1.0, pace)
 
     def _told(self, key: Key) -> tuple[Tensor, Tensor]:
@@ -340,7 +344,7 @@ class TraceMemory(Memory):
         key = self.keys(self.normaliser.xi(track.xi), self.normaliser.delta(track.delta), anchor)
         maps = self.slots.maps()
         first = state.steps[:, None] + valid.long().cumsum(1) == 1
-        drive = self.slots.prepare(contents, key, self.pace(track.delta, first), maps)
+        drive = self.slots.prepare(contents, key, self.pace(track.moved, first), maps)
         m, slots, omegas, betas = state.cells["slots"], [], [], []
         for (now, its), ok in zip(self.slots.each(drive, maps), valid.unbind(1), strict=True):
             written = self.slots.write(m, now, its)

@@ -78,10 +78,9 @@ class Normaliser(nn.Module):
         """Standardised signature increment."""
         return self._soft((delta - self.delta_mean) / self.delta_std)
 
-    def pace(self, delta: Float[Tensor, "*n D"]) -> Float[Tensor, "*n"]:
-        """How far a step has come, told by the increment's first level: 0 at rest, 1 from `BRISK` of a mean step on."""
-        moved = torch.linalg.vector_norm(delta[..., : len(self.mask)], dim=-1)
-        return (moved / (BRISK * self.stride)).clamp_max(1.0)
+    def pace(self, moved: Float[Tensor, "*n d"]) -> Float[Tensor, "*n"]:
+        """From a step of the standardised path to how brisk it is: 0 at rest, 1 from `BRISK` of a mean step on."""
+        return (torch.linalg.vector_norm(moved, dim=-1) / (BRISK * self.stride)).clamp_max(1.0)
 
     def _soft(self, x: Tensor) -> Tensor:
         return x if math.isinf(self.bound) else x / torch.hypot(torch.ones_like(x), x / self.bound)
@@ -119,7 +118,7 @@ class Normaliser(nn.Module):
             xis.add(xi[0])
             deltas.add(delta[0])
             if len(path) > 1:
-                strides.add(delta[0, 1:, :channels].norm(dim=1, keepdim=True))
+                strides.add(standard.diff(dim=0).norm(dim=1, keepdim=True))
         self.mask.copy_(mask)
         values = ((states.mean, std), (xis.mean, xis.std), (deltas.mean, deltas.std))
         for name, (mean, deviation) in zip(("state", "xi", "delta"), values, strict=True):

@@ -88,7 +88,7 @@ class Signature:
         """
         if state is None:
             state = self.init(path.shape[0], dtype=path.dtype, device=path.device)
-        dx, state_after = _increments(path, valid, state)
+        dx, state_after = displacements(path, valid, state)
         dx, log_decay = self._segment(dx)
         start = state.value.split(self.sizes, dim=-1)
         before: Levels = []
@@ -259,7 +259,7 @@ def _rows(mask: Tensor, yes: Tensor, no: Tensor) -> Tensor:
     return torch.where(mask.view(-1, *[1] * (yes.ndim - 1)), yes, no)
 
 
-def _increments(path: Tensor, valid: Tensor | None, state: SignatureState) -> tuple[Tensor, SignatureState]:
+def displacements(path: Tensor, valid: Tensor | None, state: SignatureState) -> tuple[Tensor, SignatureState]:
     """Displacements between consecutive valid points, zero at padding and at the basepoint; and where that ends."""
     batch, length, _ = path.shape
     if valid is None:

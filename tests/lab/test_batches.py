@@ -233,8 +233,8 @@ def test_pauses_lengthen_rests_for_the_memory_and_nothing_else(restful):
             state, readout = learner.recall.memory.step(state, content, now.path[:, step])
             for place in ((now.time == step).nonzero()[:, 0]).tolist():
                 torch.testing.assert_close(said.z[place], readout.z[now.row[place]], rtol=1e-4, atol=1e-5)
-    with pytest.raises(RecipeError, match=r"pauses: got -1.0, expected seconds, 0 or more"):
-        replace(batches.recipe, pauses=-1.0)
+    with pytest.raises(RecipeError, match=r"pauses: got 0\.01 s, which is nothing here: the memory looks every 3"):
+        ready(restful, "act", pauses=0.01, **{"memory.update_every": 3})
 
 
 def test_each_frame_is_encoded_once(store):

@@ -82,6 +82,11 @@ def test_the_whole_step_is_algorithm_1(form, anchor, mixes, timed):
         torch.testing.assert_close(found.routing.beta[0], beta.mean(-1))
 
 
+def test_routes_start_as_soft_at_every_width():
+    for width in (64, 256):
+        assert build(MemoryConfig(width=width)).slots.sharp == pytest.approx(math.sqrt(width) / 4)
+
+
 def test_signature_only_reads_the_keys_of_trace():
     trace, only = fitted(path="mixes"), fitted(name="signature-only")
     only.keys.load_state_dict(trace.keys.state_dict())
