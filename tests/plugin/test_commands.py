@@ -72,7 +72,7 @@ def test_training_stops_and_resumes(kind, trained):
 
 
 def test_statistics_are_kept_beside_the_dataset(trained, dataset):
-    assert len(list((dataset / "meta/trace_memory").glob("Signature-2-*-1-v2-*.safetensors"))) == 1
+    assert len(list((dataset / "meta/trace_memory").glob("Signature-2-*-1-v4-*.safetensors"))) == 1
 
 
 def test_evaluation_and_rollout(trained, tmp_path):

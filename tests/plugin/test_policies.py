@@ -316,10 +316,10 @@ def test_weights_of_contents_of_another_form_are_refused(dataset, strict):
         {n: x for n, x in weights.items() if not n.startswith("recall.")}, strict=False
     )  # a stock one's
     weights["recall.form"] = torch.tensor(1)  # contents were the mean over the picture
-    with pytest.raises(RuntimeError, match=r"recall\.form: got 1, expected 3"):
+    with pytest.raises(RuntimeError, match=r"recall\.form: got 1, expected 5"):
         policy.load_state_dict(weights, strict=strict)
     del weights["recall.form"]
-    with pytest.raises(RuntimeError, match=r"recall\.form: got 0, expected 3"):
+    with pytest.raises(RuntimeError, match=r"recall\.form: got 0, expected 5"):
         policy.load_state_dict(weights, strict=strict)
 
 
