@@ -147,9 +147,7 @@ class Batches:
             )
             raise RecipeError(f"pauses: got {recipe.pauses} s, which is nothing here: {why}; expected more, or 0")
         self.pad = 1
-        if (
-            store.device.type == "cuda" and not recipe.truncate
-        ):  # a scan is captured for each length, so there must be few
+        if store.device.type == "cuda" and not recipe.truncate:  # scans are captured: there must be few lengths
             self.pad = 32 * max(1, -(-int(self.most.max() - self.least.min()) // (32 * SHAPES)))
 
     def _weights(self) -> Tensor:

@@ -38,9 +38,7 @@ class MemoryConfig:
     slots: int = 4  # K
     depth: int = 3  # p
     key: str = "signature"  # or "logsignature"
-    path: str = (
-        "mixes"  # the key is also written and told to the policy, as in the paper; or "routes", and nothing else
-    )
+    path: str = "mixes"  # the key is also written, and told to the policy, as in the paper; or "routes", nothing else
     clock: str = "time"  # every step is a write, as in the paper; or "path": only way made is, not waiting
     fade: float = 32.0  # path length over which the key forgets, in standardised units
     bound: float = 10.0  # of standardised keys, whose embeddings and routes are then level; inf: as large as they come
