@@ -21,7 +21,7 @@ from torch.nn import functional as F  # noqa: N812
 import trace_bench  # noqa: F401
 from lerobot_policy_trace.backbone import calibrate
 from lerobot_policy_trace.recall import Content
-from trace_bench.registry import VERSION
+from trace_bench.registry import VERSIONS
 from trace_lab.batches import Augment
 from trace_lab.frames import open_dataset
 from trace_lab.policy import configuration, pipelines, take_encoder
@@ -33,7 +33,7 @@ LOOKS, WIDTH, UPDATES, BATCH = 6, 256, 500, 64
 
 def first_frames(task: str, split: str, count: int) -> tuple[dict[str, Tensor], Tensor, Tensor]:
     """Pictures (N, 3, H, W) by camera, states and cues of the first frames of episodes 0 to N - 1."""
-    env = gymnasium.make(f"trace_bench/{task}-v{VERSION}", split=split)
+    env = gymnasium.make(f"trace_bench/{task}-v{VERSIONS[task]}", split=split)
     seen, cues = [], []
     for seed in range(count):
         observation, info = env.reset(seed=seed)

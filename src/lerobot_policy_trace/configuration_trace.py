@@ -39,6 +39,7 @@ class MemoryOptions:
     key: str | None = None
     path: str | None = None
     clock: str | None = None
+    rates: list[int] | None = None
     fade: float | None = None
     bound: float | None = None
     gate: str | None = None
@@ -66,12 +67,14 @@ class MemoryOptions:
             raise ValueError(f"memory.update_every: got {self.update_every}, expected at least 1")
         if self.places < 1:
             raise ValueError(f"memory.grid: got {self.grid}, expected at least 1")
-        self.config(channels=1)
+        self.config(channels=1 + max(self.rates or [0]))
 
     def config(self, channels: int) -> MemoryConfig:
         """The memory's own configuration. Its content is [v, p], both as wide as the memory."""
         chosen = {f.name for f in fields(MemoryConfig)} - {"channels", "content", "auxiliary"}
         changes = {name: getattr(self, name) for name in chosen if getattr(self, name) is not None}
+        if self.rates is not None:
+            changes["rates"] = tuple(self.rates)
         base = replace(PRESETS[self.preset], channels=channels, **changes)
         losses = {name: getattr(self, name) for name in AuxiliaryWeights._fields if getattr(self, name) is not None}
         return replace(base, content=2 * base.width, auxiliary=base.auxiliary._replace(**losses))

@@ -91,7 +91,8 @@ class Recall(nn.Module):
         normaliser = getattr(self.memory, "normaliser", None)
         if isinstance(normaliser, Normaliser):
             signature: Any = self.memory.signature
-            kept = paths.keep(f"{type(signature).__name__}-{signature.depth}-{signature.fade}-{self.every}-v4")
+            going = "".join(f"-{channel}" for channel in normaliser.rates.nonzero()[:, 0].tolist())
+            kept = paths.keep(f"{type(signature).__name__}-{signature.depth}-{signature.fade}-{self.every}{going}-v4")
             # A dataset that cannot be read from or written to here is no reason to stop.
             with contextlib.suppress(OSError, SafetensorError):
                 if kept is not None and kept.exists():

@@ -7,8 +7,9 @@ os.environ.setdefault("MUJOCO_GL", "egl")
 
 import gymnasium
 
-from trace_bench.registry import EVERY, VERSION
+from trace_bench.registry import EVERY, VERSIONS
 from trace_bench.registry import TASKS as TASKS
 
 for _name in EVERY:
-    gymnasium.register(f"trace_bench/{_name}-v{VERSION}", entry_point="trace_bench.env:make", kwargs={"task": _name})
+    _id = f"trace_bench/{_name}-v{VERSIONS[_name]}"
+    gymnasium.register(_id, entry_point="trace_bench.env:make", kwargs={"task": _name})

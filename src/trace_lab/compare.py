@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.markdown import Markdown
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
-from trace_bench.registry import TASKS, VERSION, UnknownTaskError, load
+from trace_bench.registry import TASKS, VERSIONS, UnknownTaskError, load
 from trace_lab import packing, stats
 from trace_lab.collect import EPISODES, tell
 from trace_lab.dataset import write_json
@@ -104,7 +104,7 @@ class Plan:
             "changes": sorted(self.changes),
             "demonstrations": self.demonstrations,
             "size": self.size,
-            "suite": VERSION,
+            "suite": VERSIONS,
             "contents": [FORM, ROUTED, self.made("act", "trace").borrowed],
             "encoder": self.encoder,
             "encoders": str(self.encoders) if self.encoders else None,
@@ -174,7 +174,7 @@ def collected(data: Path) -> int:
     """Episodes a dataset holds."""
     note = data / "meta" / "trace_bench.json"
     told = json.loads(note.read_text()) if note.exists() and not (data / ".collect").exists() else {}
-    return int(told["episodes"]) if told.get("suite") == VERSION else 0  # of another version: `collect` says so
+    return int(told["episodes"]) if told and told["suite"] == VERSIONS[told["task"]] else 0  # `collect` tells of others
 
 
 def trained(run: Run) -> int:

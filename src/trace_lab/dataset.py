@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 
 import trace_bench  # noqa: F401  (registers the environments)
 from trace_bench.env import BenchEnv, Observation
-from trace_bench.registry import VERSION
+from trace_bench.registry import VERSIONS
 from trace_bench.robot import CAMERAS, CHANNELS
 
 WORK = ".collect"
@@ -73,7 +73,10 @@ class Settings:
     profile: str
     delay: int | None
     first_seed: int
-    suite: int = VERSION
+    suite: int = field(init=False)  # the task's version
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "suite", VERSIONS.get(self.task, 0))
 
     def env(self, **options: Any) -> BenchEnv:
         """A new environment."""

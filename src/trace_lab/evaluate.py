@@ -22,7 +22,7 @@ from rich.table import Table
 
 from trace_bench.env import OptionError, make
 from trace_bench.referee import Outcome
-from trace_bench.registry import VERSION, UnknownTaskError, load
+from trace_bench.registry import VERSIONS, UnknownTaskError, load
 from trace_bench.robot import CAMERAS, CHANNELS
 from trace_lab.collect import UsageError, disk_full, tell
 from trace_lab.dataset import FolderError, write_json
@@ -112,7 +112,7 @@ def settle(folder: Path, config: Any, task: str, seed: int | None, size: int | N
         "training_seed_known": seed is not None,  # if not, 0 stands for it
         "task": task,
         **options | {"delay": env.delay, "limit": env.limit, "size": own, "cameras": list(cameras)},
-        "suite": VERSION,
+        "suite": VERSIONS[task],
     }
 
 

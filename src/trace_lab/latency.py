@@ -118,9 +118,9 @@ def parts(control: Control) -> dict[str, Callable[[], Any]]:
 
         def update() -> Any:
             key = memory.keys(memory.normaliser.xi(xi), memory.normaliser.delta(delta))
-            drive = slots.prepare(
-                content, key, memory.pace(memory.normaliser.state(raw) - path.point, state.steps == 0), slots.maps()
-            )
+            point = memory.normaliser.state(raw)
+            pace = memory.pace(point - path.point, point, state.steps == 0)
+            drive = slots.prepare(content, key, pace, slots.maps())
             return drive, slots.write(state.cells["slots"], drive, slots.maps())
 
         with torch.no_grad():

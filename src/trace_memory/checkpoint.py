@@ -109,6 +109,8 @@ def config_from_dict(values: dict[str, Any], where: str = "config") -> MemoryCon
     if unknown:
         raise CheckpointError(f"{where}: unknown field {sorted(unknown)}, expected some of {sorted(known)}")
     numbers: dict[str, Any] = {n: float(v) if n in {"fade", "bound"} else v for n, v in values.items()}
+    if "rates" in numbers:
+        numbers["rates"] = tuple(numbers["rates"])
     if "auxiliary" in numbers:
         numbers["auxiliary"] = AuxiliaryWeights(**numbers["auxiliary"])
     return MemoryConfig(**numbers)

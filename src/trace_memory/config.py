@@ -40,6 +40,7 @@ class MemoryConfig:
     key: str = "signature"  # or "logsignature"
     path: str = "mixes"  # the key is also written, and told to the policy, as in the paper; or "routes", nothing else
     clock: str = "time"  # every step is a write, as in the paper; or "path": only way made is, not waiting
+    rates: tuple[int, ...] = ()  # channels that are velocities, for the path's clock: at rest they are zero
     fade: float = 32.0  # path length over which the key forgets, in standardised units
     bound: float = 10.0  # of standardised keys, whose embeddings and routes are then level; inf: as large as they come
     gate: str = "closing"  # or "channel", "scalar": see gates.py
@@ -61,6 +62,8 @@ class MemoryConfig:
                 near = difflib.get_close_matches(str(value), known, n=1)
                 hint = f"did you mean {near[0]!r}?" if near else f"expected one of {', '.join(known)}"
                 raise ValueError(f"memory {field}: {value!r} is not known; {hint}")
+        if any(isinstance(i, bool) or not isinstance(i, int) or not 0 <= i < self.channels for i in self.rates):
+            raise ValueError(f"memory rates: {self.rates!r}, expected numbers of channels, 0 to {self.channels - 1}")
         for field in ("channels", "content", "width", "hidden", "slots", "depth", "fade", "bound", "tau", "read_gain"):
             value = getattr(self, field)
             if isinstance(value, str) or not value > 0:
@@ -99,7 +102,7 @@ def _trace(slots: type[Slots] = Slots, keys: type[Keys] = Keys) -> Callable[[Mem
             c.slots, c.width, c.hidden, c.content, q, _gate(c), tau=c.tau, identity=c.identity, read_gain=c.read_gain,
             mixes=c.path == "mixes", level=key.level,
         )  # fmt: skip
-        normaliser = Normaliser(c.channels, signature.dim, c.bound)
+        normaliser = Normaliser(c.channels, signature.dim, c.bound, c.rates)
         if c.start == "pytorch":
             as_pytorch(key)
             as_pytorch(bank)
@@ -112,7 +115,7 @@ def _trace(slots: type[Slots] = Slots, keys: type[Keys] = Keys) -> Callable[[Mem
 
 def _signature_only(c: MemoryConfig) -> Memory:
     signature = _signature(c)
-    normaliser = Normaliser(c.channels, signature.dim, c.bound)
+    normaliser = Normaliser(c.channels, signature.dim, c.bound, c.rates)
     keys = _keys(replace(c, anchor=False), signature, Keys)
     if c.start == "pytorch":
         as_pytorch(keys)

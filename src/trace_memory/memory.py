@@ -77,6 +77,7 @@ class Track(NamedTuple):
     xi: Float[Tensor, "B T D"]
     delta: Float[Tensor, "B T D"]
     moved: Float[Tensor, "B T d_s"]  # the steps of the standardised path
+    point: Float[Tensor, "B T d_s"]  # and where each ends
     cells: dict[str, Tensor]
 
 
@@ -293,12 +294,13 @@ class TraceMemory(Memory):
         before = SignatureState(state.cells["point"], state.cells["xi"], state.steps)
         standard = torch.where(valid[..., None], self.normaliser.state(path), 0.0)
         after, xi, delta = self.signature.stream(standard, valid, before)
-        return Track(xi, delta, displacements(standard, valid, before)[0], {"point": after.point, "xi": after.value})
+        moved, _ = displacements(standard, valid, before)
+        return Track(xi, delta, moved, standard, {"point": after.point, "xi": after.value})
 
     def _track_at(self, path: Tensor, at: Tensor) -> Track:
         standard, rows = self.normaliser.state(path), torch.arange(len(path), device=path.device)[:, None]
-        moved = standard[rows, at] - standard[rows, (at - 1).clamp_min(0)]
-        return Track(*self.signature.at(standard, at), moved, {})
+        point = standard[rows, at]
+        return Track(*self.signature.at(standard, at), point - standard[rows, (at - 1).clamp_min(0)], point, {})
 
     def _once(self, state: MemoryState, content: Tensor, robot_state: Tensor) -> tuple[dict[str, Tensor], Readout]:
         """Algorithm 1, line by line."""
@@ -310,22 +312,24 @@ class TraceMemory(Memory):
             cells["anchor"] = anchor = torch.where(first[:, None], content, state.cells["anchor"])
         key = self.keys(self.normaliser.xi(xi), self.normaliser.delta(delta), anchor)
         maps = self.slots.maps()
-        drive = self.slots.prepare(content, key, self.pace(point - before.point, first), maps)
+        drive = self.slots.prepare(content, key, self.pace(point - before.point, point, first), maps)
         cells["slots"], omega, beta = self.slots.write(state.cells["slots"], drive, maps)
         z, alpha = self.slots.read(cells["slots"], drive)
         g, dg = self._told(key)
         return cells, Readout(cells["slots"], z, g, dg, alpha, Routing(omega, beta.detach().mean(-1), drive.u))
 
-    def pace(self, moved: Float[Tensor, "*n d_s"], first: Bool[Tensor, "*n"]) -> Float[Tensor, "*n"]:
+    def pace(
+        self, moved: Float[Tensor, "*n d_s"], point: Float[Tensor, "*n d_s"], first: Bool[Tensor, "*n"]
+    ) -> Float[Tensor, "*n"]:
         """How much of a write each step is: all of one, where the memory is `timed`. Else its clock is the path: a robot at
         rest writes nothing, so that nobody can tell from its slots how long it has waited; but what it sees `first`.
         """
-        pace = self.normaliser.pace(moved)
+        pace = self.normaliser.pace(moved, point)
         return torch.ones_like(pace) if self.timed else torch.where(first, 1.0, pace)
 
     def _told(self, key: Key) -> tuple[Tensor, Tensor]:
         """What the policy is told of the key: nothing, unless the path mixes with what is remembered."""
-        return (key.g, key.dg) if self.slots.q else (torch.zeros_like(key.g), torch.zeros_like(key.dg))
+        return (key.g, key.dg) if self.slots.mixes else (torch.zeros_like(key.g), torch.zeros_like(key.dg))
 
     def _anchor(self, state: MemoryState, contents: Tensor, valid: Tensor) -> Tensor:
         """Content of each row's first step, now or as remembered."""
@@ -344,7 +348,7 @@ class TraceMemory(Memory):
         key = self.keys(self.normaliser.xi(track.xi), self.normaliser.delta(track.delta), anchor)
         maps = self.slots.maps()
         first = state.steps[:, None] + valid.long().cumsum(1) == 1
-        drive = self.slots.prepare(contents, key, self.pace(track.moved, first), maps)
+        drive = self.slots.prepare(contents, key, self.pace(track.moved, track.point, first), maps)
         m, slots, omegas, betas = state.cells["slots"], [], [], []
         for (now, its), ok in zip(self.slots.each(drive, maps), valid.unbind(1), strict=True):
             written = self.slots.write(m, now, its)

@@ -5,7 +5,7 @@ episode of the training split once. The policy's own normalisation is another ma
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from jaxtyping import Bool, Float
@@ -43,10 +43,12 @@ class Moments:
 class Normaliser(nn.Module):
     """Standardises states, signatures and deltas by train-split statistics and bounds the last two softly.
 
-    A standardised key x becomes x / hypot(1, x / bound): itself while small, never beyond ±bound (inf: no bound).
+    A standardised key x becomes x / hypot(1, x / bound): itself while small, never beyond ±bound (inf: no bound). `rates`
+    are channels that tell how fast something goes, a driving base for instance: there a robot at rest is zero.
     """
 
     mask: Bool[Tensor, " d"]
+    rates: Bool[Tensor, " d"]
     state_mean: Float[Tensor, " d"]
     state_std: Float[Tensor, " d"]
     xi_mean: Float[Tensor, " D"]
@@ -56,10 +58,12 @@ class Normaliser(nn.Module):
     stride: Float[Tensor, ""]
     frames: Tensor
 
-    def __init__(self, channels: int, dim: int, bound: float = math.inf):
+    def __init__(self, channels: int, dim: int, bound: float = math.inf, rates: Sequence[int] = ()):
         super().__init__()
         self.bound = bound
         self.register_buffer("mask", torch.ones(channels, dtype=torch.bool))
+        self.register_buffer("rates", torch.zeros(channels, dtype=torch.bool), persistent=False)
+        self.rates[list(rates)] = True
         for name, width in (("state", channels), ("xi", dim), ("delta", dim)):
             self.register_buffer(f"{name}_mean", torch.zeros(width))
             self.register_buffer(f"{name}_std", torch.ones(width))
@@ -78,9 +82,15 @@ class Normaliser(nn.Module):
         """Standardised signature increment."""
         return self._soft((delta - self.delta_mean) / self.delta_std)
 
-    def pace(self, moved: Float[Tensor, "*n d"]) -> Float[Tensor, "*n"]:
-        """From a step of the standardised path to how brisk it is: 0 at rest, 1 from `BRISK` of a mean step on."""
-        return (torch.linalg.vector_norm(moved, dim=-1) / (BRISK * self.stride)).clamp_max(1.0)
+    def pace(self, moved: Float[Tensor, "*n d"], point: Float[Tensor, "*n d"]) -> Float[Tensor, "*n"]:
+        """From a step of the standardised path, and where it ends, to how brisk it is: 0 at rest, 1 from `BRISK` of a mean
+        step on.
+        """
+        return (self._length(moved, point) / (BRISK * self.stride)).clamp_max(1.0)
+
+    def _length(self, moved: Tensor, point: Tensor) -> Tensor:
+        gone = torch.where(self.rates, point + self.state_mean / self.state_std, moved)
+        return torch.linalg.vector_norm(gone, dim=-1)
 
     def _soft(self, x: Tensor) -> Tensor:
         return x if math.isinf(self.bound) else x / torch.hypot(torch.ones_like(x), x / self.bound)
@@ -117,13 +127,15 @@ class Normaliser(nn.Module):
             _, xi, delta = signature.stream(standard[None])
             xis.add(xi[0])
             deltas.add(delta[0])
-            if len(path) > 1:
-                strides.add(standard.diff(dim=0).norm(dim=1, keepdim=True))
         self.mask.copy_(mask)
         values = ((states.mean, std), (xis.mean, xis.std), (deltas.mean, deltas.std))
         for name, (mean, deviation) in zip(("state", "xi", "delta"), values, strict=True):
             getattr(self, f"{name}_mean").copy_(mean)
             getattr(self, f"{name}_std").copy_(deviation)
+        for path in paths:
+            standard = self.state(path.to(self.state_mean))
+            if len(path) > 1:
+                strides.add(self._length(standard.diff(dim=0), standard[1:])[:, None])
         if strides.count:
             self.stride.copy_(strides.mean[0].clamp_min(STD_FLOOR))
         self.frames.fill_(states.count)

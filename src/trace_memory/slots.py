@@ -5,7 +5,8 @@ recurrent step; `read` looks at slots after writing. All three are used by step 
 `each` cuts a scan into steps.
 
 Where the path `mixes`, q and rho are part of what is written too, as the paper has it; else they only say where to write and
-read. Where routes are `level`, they are told by the angle between key and slot, not by how large either is.
+read, and of q only the anchor is written, which was seen. Where routes are `level`, they are told by the angle between key
+and slot, not by how large either is.
 """
 
 import math
@@ -88,7 +89,8 @@ class Slots(nn.Module):
         super().__init__()
         self.count, self.width, self.tau, self.identity, self.level = count, width, tau, identity, level
         self.sharp = SHARP * math.sqrt(width)  # cosines of strangers are as small as 1 / sqrt(width)
-        self.q, self.rho = (key, width) if mixes else (0, 0)  # how much of the key is written
+        self.mixes, self.anchor = mixes, key - 2 * width  # q = [g, dg, anchor]
+        self.q, self.rho = (key, width) if mixes else (self.anchor, 0)  # how much of the key is written: its end
         self.W_Q = nn.Linear(width, width, bias=False)
         self.W_K = nn.Linear(width, width, bias=False)
         self.phi_w = MLP(content + self.q, hidden, width)
@@ -136,7 +138,7 @@ class Slots(nn.Module):
 
     def prepare(self, content: Float[Tensor, "*n c"], key: Key, pace: Float[Tensor, "*n"], maps: Maps) -> Drive:
         """Everything about these steps that does not depend on the slots."""
-        u = self.phi_w(torch.cat([content, key.q[..., : self.q]], dim=-1))  # u = phi_w(e, q)
+        u = self.phi_w(torch.cat([content, key.q[..., key.q.shape[-1] - self.q :]], dim=-1))  # u = phi_w(e, q)
         query = maps.query(self.phi_r.hidden(torch.cat([content, key.rho], dim=-1)))
         route, hidden = maps.route(key.rho), maps.step(torch.cat([u, key.rho[..., : self.rho]], dim=-1))
         return Drive(_direction(route) if self.level else route, hidden, query, u, pace)

@@ -14,7 +14,7 @@ import trace_bench
 from trace_bench.env import LONGEST, WAIT, ActionError, BenchEnv, OptionError, make
 from trace_bench.expert import Expert
 from trace_bench.referee import Outcome
-from trace_bench.registry import EVERY, UnknownTaskError
+from trace_bench.registry import EVERY, VERSIONS, UnknownTaskError
 from trace_bench.robot import CAMERAS, CHANNELS, HIGH, LOW
 from trace_bench.world import RenderError
 
@@ -58,7 +58,7 @@ def test_the_suite_is_the_papers():
 
 @ALL
 def test_gymnasium_accepts_it(task):
-    env = gymnasium.make(f"trace_bench/{task}-v3", size=24).unwrapped
+    env = gymnasium.make(f"trace_bench/{task}-v{VERSIONS[task]}", size=24).unwrapped
     check_env(env, skip_render_check=True)
     assert env.render().shape == (256, 384, 3)
     count, stages = (SHAPE | EXTRA)[task]

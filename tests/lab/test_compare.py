@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from trace_bench.registry import VERSION
+from trace_bench.registry import VERSIONS
 from trace_lab import compare as compare_module
 from trace_lab import packing
 from trace_lab.cli import main
@@ -55,7 +55,8 @@ class Fake:
         folder = self.value(command, "--out") / "meta"
         folder.mkdir(parents=True)
         note = folder / "trace_bench.tmp"  # there at once, as the real one: others look at it all the time
-        note.write_text(json.dumps({"episodes": int(self.text(command, "--episodes")), "suite": VERSION}))
+        told = {"episodes": int(self.text(command, "--episodes")), "task": command[1], "suite": VERSIONS[command[1]]}
+        note.write_text(json.dumps(told))
         note.rename(folder / "trace_bench.json")
 
     def train(self, command) -> None:
@@ -149,8 +150,9 @@ def test_all_of_a_seed_comes_before_the_next(tmp_path):
 
 def test_data_of_another_version_of_the_suite_do_not_count(tmp_path):
     (tmp_path / "meta").mkdir()
-    for version, count in ((VERSION, 3), (VERSION - 1, 0)):
-        (tmp_path / "meta" / "trace_bench.json").write_text(json.dumps({"episodes": 3, "suite": version}))
+    for version, count in ((VERSIONS["Book"], 3), (VERSIONS["Book"] - 1, 0)):
+        note = {"episodes": 3, "suite": version, "task": "Book"}
+        (tmp_path / "meta" / "trace_bench.json").write_text(json.dumps(note))
         assert collected(tmp_path) == count
 
 

@@ -23,7 +23,7 @@ from lerobot.policies.factory import make_pre_post_processors
 from lerobot_policy_trace import MemoryOptions, TraceActConfig, TraceDiffusionConfig
 from lerobot_policy_trace.modeling_trace import TraceActPolicy, TraceDiffusionPolicy
 from trace_bench.env import make
-from trace_bench.registry import VERSION
+from trace_bench.registry import VERSIONS
 from trace_bench.robot import CAMERAS
 from trace_lab import evaluate as command
 from trace_lab.cli import main
@@ -165,7 +165,7 @@ def test_settings_and_summary(five, runs):
     assert settings["sha256"] == os.popen(f"sha256sum {folder}/model.safetensors").read().split()[0]
     wanted = {"task": "Cable", "episodes": 5, "first_seed": 0, "split": "heldout", "profile": "default", "delay": 60}
     assert (
-        wanted | {"limit": LIMIT, "size": SIZE, "suite": VERSION, "training_seed_known": False}
+        wanted | {"limit": LIMIT, "size": SIZE, "suite": VERSIONS["Cable"], "training_seed_known": False}
     ).items() <= settings.items()
     assert (summary["episodes"], summary["mean_progress"], summary["branch_accuracy"]) == (5, 0.0, None)
     assert summary["outcomes"] == {"pre-branch failure": 5}

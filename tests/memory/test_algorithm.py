@@ -34,9 +34,10 @@ def two_layers(phi, x):
 @pytest.mark.parametrize("anchor", [False, True])
 @pytest.mark.parametrize("form", [{"gate": "scalar", "start": "pytorch", "bound": math.inf}, {}])
 @pytest.mark.parametrize("mixes", [True, False])
-@pytest.mark.parametrize("timed", [True, False])
-def test_the_whole_step_is_algorithm_1(form, anchor, mixes, timed):
-    kinds = {"path": "mixes" if mixes else "routes", "clock": "time" if timed else "path"}
+@pytest.mark.parametrize("clock", ["time", "path", "rates"])
+def test_the_whole_step_is_algorithm_1(form, anchor, mixes, clock):
+    timed, rates = clock == "time", [1] if clock == "rates" else []
+    kinds = {"path": "mixes" if mixes else "routes", "clock": "time" if timed else "path", "rates": tuple(rates)}
     memory = fitted(anchor=anchor, fade=math.inf, **kinds, **form)
     contents, path = data()
     _, readouts = memory.scan(contents[None], path[None])
@@ -50,7 +51,13 @@ def test_the_whole_step_is_algorithm_1(form, anchor, mixes, timed):
     before = torch.zeros(memory.signature.dim, dtype=torch.float64)
     states = (path - n.state_mean) / n.state_std
     training = [(data(seed)[1] - n.state_mean) / n.state_std for seed in range(2, 6)]
-    mean_step = torch.cat([(x[1:] - x[:-1]).norm(dim=1) for x in training]).mean()
+
+    def length(now, before):
+        gone = now - before
+        gone[..., rates] = (now + n.state_mean / n.state_std)[..., rates]  # the raw value, in standard deviations
+        return gone.norm(dim=-1)
+
+    mean_step = torch.cat([length(x[1:], x[:-1]) for x in training]).mean()
     for t in range(T):
         xi = pysiglib.sig(states[: t + 1].clone(), 3) if t else torch.zeros_like(before)
         delta, before = xi - before, xi
@@ -58,14 +65,14 @@ def test_the_whole_step_is_algorithm_1(form, anchor, mixes, timed):
         dg = level(two_layers(keys.phi_delta, bound((delta - n.delta_mean) / n.delta_std)))
         q = torch.cat([g, dg, contents[0]] if anchor else [g, dg])
         rho = two_layers(keys.phi_rho, q)
-        u = two_layers(slots.phi_w, torch.cat([contents[t], q] if mixes else [contents[t]]))
+        u = two_layers(slots.phi_w, torch.cat([contents[t], q] if mixes else [contents[t], *[contents[0]] * anchor]))
         m_bar = M + 0.4 * slots.eta
         route = slots.W_K.weight.T @ slots.W_Q(rho)
         angles = [(route @ m) / ((route @ route + 1e-4) * (m @ m + 1e-4)).sqrt() for m in m_bar]
         plain = [slots.W_Q(rho) @ slots.W_K(m) / 4 for m in m_bar]
         omega = torch.softmax(torch.stack(plain if form else angles) / 0.6, 0)
         inside = [torch.cat([m, u, rho] if mixes else [m, u]) for m in m_bar]
-        pace = 1.0 if timed or not t else min(1.0, float((states[t] - states[t - 1]).norm() / (0.5 * mean_step)))
+        pace = 1.0 if timed or not t else min(1.0, float(length(states[t], states[t - 1]) / (0.5 * mean_step)))
         beta = torch.stack([pace * omega[k] * squash(two_layers(slots.phi_beta, x)) for k, x in enumerate(inside)])
         proposal = torch.stack([torch.tanh(two_layers(slots.phi_m, x)) for x in inside])
         M = (1 - beta) * M + beta * proposal

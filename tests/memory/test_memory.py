@@ -303,3 +303,18 @@ def test_impossible_configurations_are_named(change, message):
 
 def test_a_memory_without_parameters_knows_its_device():
     assert make(replace(SMALL, name="none")).to("meta").init(2).steps.device.type == "meta"
+
+
+def test_a_base_that_drives_steadily_is_not_at_rest():
+    """Where a channel is a velocity, the path's clock goes by its value: steady driving is way made, standing is not."""
+    contents, path, _ = data()
+    steady = torch.zeros_like(path)
+    steady[:, : T // 2, 0] = 0.3  # drives, then stands; nothing else moves
+    for rates, writes in (((), False), ((0,), True)):
+        memory = make(replace(SMALL, clock="path", rates=rates))
+        memory.normaliser.fit([*path, *steady], memory.signature)
+        beta = memory.scan(contents, steady)[1].routing.beta
+        assert bool(beta[:, 1 : T // 2].sum() > 0.1) == writes
+        assert float(beta[:, T // 2 + 1 :].sum()) < 1e-9
+    with pytest.raises(ValueError, match="rates"):
+        replace(SMALL, rates=(99,))

@@ -23,6 +23,7 @@ GRIP = 0.82  # height of the hand with the book
 HUB, DESK, TURNED = (-0.75, 0.0), (-2.75, 0.0), np.pi
 CARRY = pose((0.40, -0.22, GRIP), forward=True)
 GATE, EXIT = -1.35, -2.15  # where a lane begins and ends
+NEAR, ASKEW = 0.30, 0.20  # metres from hub or desk, and sine of half an angle, with which one still stands there
 
 
 class Book(Task):
@@ -108,7 +109,7 @@ class Book(Task):
 
     @staticmethod
     def _near(world: World, place: tuple[float, float]) -> bool:
-        return bool(np.hypot(*(world.base[:2] - place)) < 0.12)
+        return bool(np.hypot(*(world.base[:2] - place)) < NEAR)
 
     @staticmethod
     def _lane(world: World, low: float, high: float) -> int | None:
@@ -130,7 +131,7 @@ class Book(Task):
 
     def ready(self, world: World, phase: int) -> bool:
         """At the hub with the book, at the desk with it, at the desk without; looking at the lanes' far end."""
-        turned = abs(np.sin((world.base[2] - TURNED) / 2)) < 0.1
+        turned = abs(np.sin((world.base[2] - TURNED) / 2)) < ASKEW
         laden = world.held["right"] == "book" if phase < 2 else world.ready("right")
         return bool(turned and laden and self._near(world, DESK if phase else HUB)) and world.ready("left")
 
