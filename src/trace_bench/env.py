@@ -39,6 +39,7 @@ class BenchEnv(gymnasium.Env[Observation, NDArray[np.float32]]):
 
     `delay` is the least number of control steps between the cue's disappearance and the first branch, `limit` the number
     after which a rollout is stopped, `size` that of pixels along a side of a picture; None is the profile's or the task's.
+    Pictures are drawn every `look_every` control steps, and shown again in between: for policies that do not look there.
     """
 
     def __init__(
@@ -51,6 +52,7 @@ class BenchEnv(gymnasium.Env[Observation, NDArray[np.float32]]):
         limit: int | None = None,
         size: int = 96,
         cameras: tuple[str, ...] = CAMERAS,
+        look_every: int = 1,
         render_mode: str | None = "rgb_array",
     ):
         if split not in SPLITS:
@@ -64,11 +66,13 @@ class BenchEnv(gymnasium.Env[Observation, NDArray[np.float32]]):
         if render_mode not in {None, "rgb_array"}:
             raise OptionError(f"render_mode: got {render_mode!r}, expected 'rgb_array' or None")
         _integer("size", size, 8, LARGEST, "pixels")
+        _integer("look_every", look_every, 1, None, "control steps")
         if delay is not None:
             _integer("delay", delay, 0, None, "control steps")
         if limit is not None:
             _integer("limit", limit, 1, None, "control steps")
         self.bench, self.split, self.profile, self.size, self.cameras = task, split, profile, size, tuple(cameras)
+        self.look_every = look_every
         self.delay = profile.delay if delay is None else delay
         self.task, self.task_description = task.name, task.instruction  # LeRobot asks for these names
         self.render_mode = render_mode
@@ -166,7 +170,9 @@ class BenchEnv(gymnasium.Env[Observation, NDArray[np.float32]]):
             "episode_step": np.array([self.record.steps], dtype=np.int32),
         }
         if self.cameras:
-            observation["pixels"] = {name: self.world.render(name, self.size, self.size) for name in self.cameras}
+            if self.record.steps % self.look_every == 0:
+                self._seen = {name: self.world.render(name, self.size, self.size) for name in self.cameras}
+            observation["pixels"] = dict(self._seen)
         return observation
 
     def _info(self) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import contextlib
 import fcntl
 import hashlib
 import json
+import math
 import os
 import sys
 import time
@@ -114,6 +115,16 @@ def settle(folder: Path, config: Any, task: str, seed: int | None, size: int | N
         **options | {"delay": env.delay, "limit": env.limit, "size": own, "cameras": list(cameras)},
         "suite": VERSIONS[task],
     }
+
+
+def look_every(config: Any) -> int:
+    """Control steps between two pictures that matter: the policy looks when it writes to its memory or needs new actions.
+    Diffusion also looks at what was a step before, an ensemble over time and the stock policies may look at any.
+    """
+    if config.type != "trace_act" or config.temporal_ensemble_coeff is not None:
+        return 1
+    writes = 0 if config.memory.name == "none" else config.memory.update_every
+    return math.gcd(config.n_action_steps, writes)
 
 
 def check(out: Path, settings: Fields) -> Fields:
@@ -280,7 +291,8 @@ def evaluate(
                 write_json(place / SETTINGS, {"settings": settings})
                 count = min(32 if rows == "auto" else rows, len(todo))
                 processes = min(len(os.sched_getaffinity(0)) if workers == "auto" else workers, count)
-                with Rows(partial(make, name, **{x: settings[x] for x in ENV}), count, processes) as envs:
+                build = partial(make, name, look_every=look_every(config), **{x: settings[x] for x in ENV})
+                with Rows(build, count, processes) as envs:
                     crew = pilot(folder, config, first_seed)
                     content["summary"] = go(settings, place, file, envs, crew, todo, console)
             found = content.get("summary") or summary(lines(place).values())

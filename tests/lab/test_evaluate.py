@@ -599,3 +599,48 @@ def test_checkpoints_that_cannot_be_used_are_named(runs, tmp_path, capsys):
         assert "--device: got cuda, but PyTorch finds none here" in capsys.readouterr().err
     (changed() / "model.safetensors").unlink()
     assert "model.safetensors missing, expected what save_pretrained writes" in said(tmp_path / "changed")
+
+
+class Same:
+    """Rows of one environment in this process, as `play` wants them; keeps what was asked for."""
+
+    def __init__(self, look_every: int):
+        self.count, self.row = 1, Row(make("Cable", size=SIZE, limit=14, look_every=look_every))
+        self.actions: list[np.ndarray] = []
+        self.drawn = 0
+        draw = self.row.env.world.render
+        self.row.env.world.render = lambda *how: (setattr(self, "drawn", self.drawn + 1), draw(*how))[1]
+
+    def do(self, commands):
+        self.actions += [c for c in commands if isinstance(c, np.ndarray)]
+        seen, sheet = self.row.do(commands[0])
+        if seen is not None:
+            self.observation = {k: v[None] for k, v in seen.items() if k != "pixels"}
+            self.observation["pixels"] = {k: v[None] for k, v in seen["pixels"].items()}
+        return [sheet]
+
+
+@pytest.mark.parametrize("kind", ["trace_act", "no memory"])
+def test_pictures_nobody_looks_at_need_not_be_drawn(runs, kind):
+    def acts(look_every):
+        pilot, rows = loaded(runs(kind)), Same(look_every)
+        pilot.policy.config.n_action_steps = 6
+        if pilot.policy.recall is not None:
+            pilot.policy.config.memory.update_every = 4
+        for _ in play(rows, pilot, [Begin(0), Begin(1)], Meter()):
+            pass
+        every = command.look_every(pilot.policy.config)
+        rows.row.env.close()
+        return np.array(rows.actions), rows.drawn, every
+
+    all_of_them, drawn, every = acts(1)
+    assert every == (2 if kind == "trace_act" else 6)
+    some, fewer, _ = acts(every)
+    np.testing.assert_array_equal(some, all_of_them)
+    assert fewer < drawn
+    assert not np.array_equal(acts(9)[0], all_of_them)  # what the policy does look at matters
+
+
+@pytest.mark.parametrize("kind", ["ensemble", "act", "diffusion", "trace_diffusion"])
+def test_others_may_look_at_any_picture(runs, kind):
+    assert command.look_every(loaded(runs(kind)).policy.config) == 1
