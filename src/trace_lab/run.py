@@ -89,14 +89,16 @@ class Run:
             before["recipe"] = Recipe().to_dict() | before["recipe"]
         return differences(before, json.loads(json.dumps(asked)))
 
-    def begin(self, asked: dict[str, Any]) -> None:
-        """Notes what was asked for, if it is not noted. `last` becomes the last checkpoint, however the one before ended."""
+    def begin(self, asked: dict[str, Any], **resolved: Any) -> None:
+        """Notes what was asked for, if it is not noted, and beside it what that is in full, where presets fill in numbers.
+        `last` becomes the last checkpoint, however the one before ended.
+        """
         self.check(asked)
         note = self.folder / "run.json"
         if not note.exists() or self._differences(asked):
             self.metrics.unlink(missing_ok=True)
             easy = {name: asked[name] for name in ("task", "seed") if name in asked}
-            content = easy | {"asked": asked, "commit": commit(), "versions": versions()}
+            content = easy | {"asked": asked, **resolved, "commit": commit(), "versions": versions()}
             self.folder.mkdir(parents=True, exist_ok=True)
             write_json(note, content)
         self.checkpoints.mkdir(exist_ok=True)

@@ -252,6 +252,12 @@ def trained(folder: Path) -> tuple[Path, dict[str, Any]]:
     return policy, {"asked": told, "step": done[-1], "weights": digest}
 
 
+def resolved(policy: Any) -> dict[str, Any]:
+    """Every number of a policy's memory, whoever chose it."""
+    options = policy.config.memory
+    return options.config(policy.config.robot_state_feature.shape[0]).to_dict() if policy.recall is not None else {}
+
+
 def run_training(
     dataset: Path,
     out: Path,
@@ -292,7 +298,7 @@ def run_training(
         )
         training = Training.begin(made, seed, store, accelerator, console, encoder, cache)
         if main:
-            run.begin(asked)
+            run.begin(asked, memory=resolved(training.policy))
         accelerator.wait_for_everyone()
         if done := run.finished():
             training.read(run.checkpoint(done[-1]))
