@@ -106,7 +106,7 @@ def parts(control: Control) -> dict[str, Callable[[], Any]]:
     with torch.no_grad():
         _, readout = remember()
     found["adapter"] = lambda: adapt(readout)
-    if type(memory) is TraceMemory and not memory.keys.anchor:
+    if type(memory) is TraceMemory:
         path = SignatureState(state.cells["point"], state.cells["xi"], state.steps)
         slots = memory.slots
 
@@ -117,7 +117,8 @@ def parts(control: Control) -> dict[str, Callable[[], Any]]:
             _, xi, delta = signature()
 
         def update() -> Any:
-            key = memory.keys(memory.normaliser.xi(xi), memory.normaliser.delta(delta))
+            anchor = state.cells.get("anchor")
+            key = memory.keys(memory.normaliser.xi(xi), memory.normaliser.delta(delta), anchor)
             point = memory.normaliser.state(raw)
             pace = memory.pace(point - path.point, point, state.steps == 0)
             drive = slots.prepare(content, key, pace, slots.maps())

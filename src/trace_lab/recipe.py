@@ -134,10 +134,13 @@ SMALL_ACT = ACT | {
     "n_vae_encoder_layers": 1,
 }
 
+# The first frame stays at hand, and a robot at rest writes nothing: who cannot count looks at the lamp. docs/decisions/0014
+PATIENT = {"anchor": True, "clock": "path"}
+
 PRESETS: dict[str, dict[str, Recipe]] = {
     "default": {
-        "act": Recipe(policy_options=ACT),
-        "diffusion": Recipe(policy="diffusion", policy_options=DIFFUSION),
+        "act": Recipe(policy_options=ACT, memory_options=PATIENT),
+        "diffusion": Recipe(policy="diffusion", policy_options=DIFFUSION, memory_options=PATIENT),
     },
     # LeRobot's own sizes and the paper's memory
     "paper": {
@@ -152,11 +155,11 @@ PRESETS: dict[str, dict[str, Recipe]] = {
     "tiny": {
         "act": Recipe(
             steps=600, episodes=2, targets=16, warmup=50, lr=3e-4, backbone_lr=3e-4, memory_lr=1e-3, checkpoint=100,
-            policy_options=SMALL_ACT, memory_options={"preset": "tiny"},
+            policy_options=SMALL_ACT, memory_options=PATIENT | {"preset": "tiny"},
         ),
         "diffusion": Recipe(
             policy="diffusion", steps=600, episodes=2, targets=16, warmup=50, memory_lr=1e-3, checkpoint=100,
-            policy_options=DIFFUSION | {"down_dims": (64, 128)}, memory_options={"preset": "tiny"},
+            policy_options=DIFFUSION | {"down_dims": (64, 128)}, memory_options=PATIENT | {"preset": "tiny"},
         ),
     },
 }  # fmt: skip
@@ -168,6 +171,8 @@ def recipe(preset: str, policy: str, memory: str, changes: Mapping[str, Any]) ->
     base = replace(PRESETS[preset][known("policy", policy, POLICIES)], memory=memory)
     own: dict[str, Any] = {}
     nested = {"policy": dict(base.policy_options), "memory": dict(base.memory_options)}
+    if "memory.preset" in changes:
+        nested["memory"] = {}  # a preset of the memory's own brings its own numbers
     types = {each.name: each.type for each in fields(Recipe)}
     for name, value in changes.items():
         group, _, option = name.partition(".")

@@ -1,6 +1,7 @@
 """Training: killed at any moment it ends where it would have ended; a run folder keeps what it has; bad input is named."""
 
 import errno
+import itertools
 import json
 import multiprocessing
 import os
@@ -152,6 +153,8 @@ def test_a_polite_kill_saves_and_the_same_command_goes_on(data, straight, tmp_pa
 
 def test_the_folder_of_a_run(straight):
     note = json.loads((straight / "run.json").read_text())
+    told = note["memory"]  # in full, also what a preset has chosen
+    assert (told["name"], told["width"], told["clock"], told["anchor"]) == ("trace", 64, "path", True)
     assert note["task"] == "Cable"
     assert note["seed"] == 5
     assert note["asked"]["recipe"]["jitter"] == 0.1
@@ -399,6 +402,15 @@ def test_presets_build_and_rates_fall():
             assert made.rate(made.steps) == pytest.approx(0.1)
     with pytest.raises(RecipeError, match=r"taught: got 0\.0, expected more than 0"):
         Recipe(taught=0.0)
+
+
+def test_recipes_wait_unless_they_name_a_preset_of_the_memory():
+    for policy, preset in itertools.product(("act", "diffusion"), ("default", "tiny")):
+        options = recipe(preset, policy, "trace", {}).memory_options
+        assert (options["anchor"], options["clock"]) == (True, "path")
+    named = recipe("default", "act", "trace", {"memory.preset": "paper", "memory.slots": 6}).memory_options
+    assert named == {"preset": "paper", "slots": 6}
+    assert recipe("paper", "act", "trace", {}).memory_options == {"preset": "paper"}
 
 
 @pytest.mark.parametrize(
