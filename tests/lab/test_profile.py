@@ -28,7 +28,7 @@ def test_figures_of_one_policy(tmp_path, capsys):
         assert timing["calls"] >= module.WARM_UP
     cut = sum(parts[name]["median"] for name in ("adapter", "signature", "slot update", "readout"))
     assert 0.3 * cut < parts["TRACE overhead"]["median"] < 3 * cut
-    assert found["state_bytes"] == 21_976  # 8 + 4 * (4 * 64 + 17 + 5219)
+    assert found["state_bytes"] == 22_488  # 8 + 4 * (4 * 64 + 17 + 5219 + 128), the last for the anchor
     assert 0 < found["error"] < 0.05
     assert "base forward" in printed.err
     assert "118.00" not in printed.err  # the paper's row of a policy that was not asked for
