@@ -67,6 +67,8 @@ class MemoryOptions:
             raise ValueError(f"memory.update_every: got {self.update_every}, expected at least 1")
         if self.places < 1:
             raise ValueError(f"memory.grid: got {self.grid}, expected at least 1")
+        if not all(isinstance(i, int) and i >= 0 for i in self.rates or ()):
+            raise ValueError(f"memory.rates: got {self.rates!r}, expected a list of numbers of channels, 0 or more")
         self.config(channels=1 + max(self.rates or [0]))
 
     def config(self, channels: int) -> MemoryConfig:

@@ -174,7 +174,7 @@ def collected(data: Path) -> int:
     """Episodes a dataset holds."""
     note = data / "meta" / "trace_bench.json"
     told = json.loads(note.read_text()) if note.exists() and not (data / ".collect").exists() else {}
-    return int(told["episodes"]) if told and told["suite"] == VERSIONS[told["task"]] else 0  # `collect` tells of others
+    return int(told["episodes"]) if told and told.get("suite") == VERSIONS[told["task"]] else 0  # `collect` says why
 
 
 def trained(run: Run) -> int:

@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 
 import lerobot_policy_trace  # noqa: F401  (registers the policies)
 from lerobot_policy_trace.configuration_trace import MemoryOptions
+from trace_bench.robot import BASE, CHANNELS
 from trace_lab.recipe import Recipe, RecipeError
 from trace_lab.run import RunError
 
@@ -45,10 +46,12 @@ def configuration(made: Recipe, meta: Any, device: str) -> Any:
     rates: dict[str, Any] = {"optimizer_lr": made.lr}
     if made.policy == "act":
         rates["optimizer_lr_backbone"] = made.backbone_lr
-    memory_rates = {"lr": made.memory_lr, "adapter_lr": made.memory_lr}
+    own: dict[str, Any] = {"lr": made.memory_lr, "adapter_lr": made.memory_lr}
+    if meta.robot_type == "trace_bench":
+        own["rates"] = list(range(len(CHANNELS)))[BASE]
     kind = PreTrainedConfig.get_choice_class(f"trace_{made.policy}")
     try:
-        memory = MemoryOptions(name=made.memory, **(memory_rates | made.memory_options))
+        memory = MemoryOptions(name=made.memory, **(own | made.memory_options))
         config: Any = kind(
             input_features=inputs,
             output_features=output,

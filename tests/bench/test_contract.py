@@ -381,6 +381,11 @@ def test_bad_cue_is_named():
     assert env.episode.cue == 1
 
 
+def test_versions_are_of_tasks():
+    ids = {f"trace_bench/{task}-v{4 if task == 'Book' else 3}" for task in EVERY}
+    assert ids == {name for name in gymnasium.registry if name.startswith("trace_bench/")}
+
+
 def test_unknown_task_names_the_nearest():
     with pytest.raises(UnknownTaskError, match="did you mean 'Medicine'"):
         make("medecine")

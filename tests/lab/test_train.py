@@ -155,6 +155,7 @@ def test_the_folder_of_a_run(straight):
     note = json.loads((straight / "run.json").read_text())
     told = note["memory"]  # in full, also what a preset has chosen
     assert (told["name"], told["width"], told["clock"], told["anchor"]) == ("trace", 64, "path", True)
+    assert told["rates"] == [0, 1, 2]  # the suite's base
     assert note["task"] == "Cable"
     assert note["seed"] == 5
     assert note["asked"]["recipe"]["jitter"] == 0.1

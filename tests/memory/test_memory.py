@@ -17,6 +17,7 @@ VARIANTS = {name: replace(SMALL, name=name) for name in MEMORIES} | {
     "anchored": replace(SMALL, anchor=True),
     "routes only": replace(SMALL, path="routes"),
     "path clock": replace(SMALL, clock="path"),
+    "waits": replace(SMALL, clock="path", rates=(0,), anchor=True, path="routes"),
     "paper form": replace(SMALL, gate="scalar", fade=math.inf, bound=math.inf),
     "log keys": replace(SMALL, key="logsignature"),
 }
