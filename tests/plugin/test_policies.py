@@ -508,7 +508,7 @@ def test_a_dataset_without_states_is_named(dataset):
     [
         ({"name": "tracce"}, "did you mean 'trace'"),
         ({"preset": "huge"}, "memory.preset: got 'huge'"),
-        ({"rates": [-1]}, "memory.rates: got [-1], expected a list of numbers of channels"),
+        ({"rates": [-1]}, r"memory.rates: got \[-1\], expected a list of numbers of channels"),
         ({"attach": "glue"}, "memory.attach: got 'glue', expected one of tokens, residual"),
         ({"budget": 1}, "memory.budget"),
         ({"slots": 0}, "memory slots: 0, expected a positive number"),
