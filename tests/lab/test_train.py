@@ -154,7 +154,7 @@ def test_a_polite_kill_saves_and_the_same_command_goes_on(data, straight, tmp_pa
 def test_the_folder_of_a_run(straight):
     note = json.loads((straight / "run.json").read_text())
     told = note["memory"]  # in full, also what a preset has chosen
-    assert (told["name"], told["width"], told["clock"], told["anchor"]) == ("trace", 64, "path", True)
+    assert (told["name"], told["width"], told["clock"], told["anchor"]) == ("trace", 32, "path", True)
     assert told["rates"] == [0, 1, 2]  # the suite's base
     assert note["task"] == "Cable"
     assert note["seed"] == 5
