@@ -20,6 +20,7 @@ from torch import Tensor
 from lerobot_policy_trace.backbone import calibrate, quicken
 from trace_lab.batches import Augment, generator
 from trace_lab.frames import FramesError, FrameStore, fingerprint, held, memory
+from trace_lab.policy import COUNTER
 from trace_lab.recipe import Recipe, RecipeError
 
 AT_ONCE = 128  # frames
@@ -95,11 +96,12 @@ class Encoding:
         """Of all that the maps depend on."""
         found = hashlib.sha256()
         for backbone in self.policy.backbones:
-            for name, x in backbone.state_dict().items():
-                found.update(name.encode())
-                found.update(x.detach().cpu().contiguous().numpy().tobytes())
+            for name, x in backbone.state_dict().items():  # the same layers in the same order, whatever they are called
+                if not name.endswith(COUNTER):
+                    found.update(x.detach().cpu().contiguous().numpy().tobytes())
         config = self.policy.config
-        way = {name: getattr(config, name, None) for name in WAY} | {"normalisation": str(config.normalization_mapping)}
+        way = {name: getattr(config, name, None) or None for name in WAY}
+        way |= {"normalisation": str(config.normalization_mapping["VISUAL"])}
         rest = [fingerprint(Path(self.store.meta.root)), list(self.store.cameras), self.store.device.type, self.looks]
         found.update(json.dumps([*rest, self.made.shift, self.made.jitter, way], sort_keys=True).encode())
         return found.hexdigest()[:24]

@@ -18,6 +18,9 @@ from trace_bench.robot import BASE, CHANNELS
 from trace_lab.recipe import Recipe, RecipeError
 from trace_lab.run import RunError
 
+RESNET = ("conv1", "bn1", "relu", "maxpool", "layer1", "layer2", "layer3", "layer4")
+COUNTER = "num_batches_tracked"  # of normalisations that learn, which an encoder that is kept as it is does not need
+
 
 def cameras(made: Recipe, meta: Any) -> list[str]:
     """The dataset's cameras that a recipe asks for; "overhead" is short for "observation.images.overhead"."""
@@ -71,19 +74,30 @@ def configuration(made: Recipe, meta: Any, device: str) -> Any:
 def take_encoder(policy: Any, folder: Path) -> None:
     """Gives a policy the encoder of a trained one, and nothing else of it: the rest of a policy without a memory may
     have its choices by heart, from how scenes look, and a memory would find nothing left to learn (docs/decisions/0009).
+    ACT and Diffusion Policy can have each other's, where their ResNets have the same layers.
     """
-    weights, own = load_file(folder / "model.safetensors"), policy.state_dict()
+    weights = load_file(folder / "model.safetensors")
+    shared = {_layer(name): x for name, x in weights.items() if ".backbone." in name}
     places = [f"{name}." for name, part in policy.named_modules() if any(part is each for each in policy.backbones)]
-    wanted, found = ({name: x for name, x in of.items() if name.startswith(tuple(places))} for of in (own, weights))
+    wanted = {n: x for n, x in policy.state_dict().items() if n.startswith(tuple(places)) and not n.endswith(COUNTER)}
     if not wanted:
         raise RunError("encoder: the policy has no pictures to encode")
-    differ = [name for name in wanted | found if name not in wanted or name not in found]
-    differ += [name for name in wanted if name in found and wanted[name].shape != found[name].shape]
+    found = {name: weights.get(name, shared.get(_layer(name))) for name in wanted}
+    right = {name: x for name, x in found.items() if x is not None and x.shape == wanted[name].shape}
+    differ = [name for name in wanted if name not in right]
+    differ += sorted({n for n in shared if not n.endswith(COUNTER)} - {_layer(name) for name in wanted})
     if differ:
         raise RunError(
-            f"encoder: that of {folder} is another one: {len(differ)} weights differ ({', '.join(differ[:2])})"
+            f"encoder: that of {folder} is another one: {len(differ)} weights differ ({', '.join(differ[:2])}). "
+            "Diffusion Policy can take ACT's with policy.use_group_norm=false"
         )
-    policy.load_state_dict(found, strict=False)
+    policy.load_state_dict(right, strict=False)
+
+
+def _layer(name: str) -> str:
+    """A weight of an encoder as torchvision calls it; Diffusion Policy numbers the parts of its ResNet."""
+    part, _, rest = name.rpartition(".backbone.")[2].partition(".")
+    return f"{RESNET[int(part)] if part.isdigit() else part}.{rest}"
 
 
 def pipelines(config: Any, meta: Any) -> tuple[Any, Any]:

@@ -219,6 +219,24 @@ def test_a_policy_starts_with_the_encoder_of_a_trained_one(dataset, tmp_path):
         run_training(dataset, tmp_path / "x", made(), 0, device="cpu", console=quiet, encoder=tmp_path / "nowhere")
 
 
+def test_diffusion_policy_takes_the_encoder_of_act_and_its_maps(dataset, tmp_path):
+    """The same ResNet under other names: the same maps, encoded once."""
+    quiet, cache = Console(quiet=True), tmp_path / "cache"
+    run_training(dataset, tmp_path / "plain", made("none", backbone="trained"), 0, device="cpu", console=quiet)
+    last = tmp_path / "plain" / "checkpoints" / "last" / "pretrained_model"
+    act = begin(dataset, encoder=last, cache=cache)
+    diffusion = begin(dataset, encoder=last, cache=cache, policy="diffusion")
+    assert len(list((cache / "features").glob("*.safetensors"))) == 1
+    rows = torch.arange(4)
+    pictures = [act.batches.store.pictures(camera, rows) for camera in act.batches.store.cameras]
+    with torch.no_grad():
+        both = [training.policy._encode(pictures) for training in (act, diffusion)]
+    torch.testing.assert_close(*both)
+    assert float(diffusion.update()["loss"]) > 0
+    with pytest.raises(RunError, match=r"weights differ .* with policy.use_group_norm=false"):
+        begin(dataset, encoder=last, policy="diffusion", **{"policy.use_group_norm": True})
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a GPU")
 @pytest.mark.parametrize("precision", ["float32", "bf16"])
 @pytest.mark.parametrize(
