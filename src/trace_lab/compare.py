@@ -78,7 +78,7 @@ class Plan:
     size: int
     episodes: int
     data: Path
-    encoder: int = 0  # updates of the stock policy whose encoder all methods with it share
+    encoder: int = 0  # updates of the stock policy whose encoder all methods share
     encoders: Path | None = None  # the comparison that has these encoders already
 
     @property
@@ -86,9 +86,12 @@ class Plan:
         """NAME=VALUE of every method's training."""
         return (*self.changes, "backbone=frozen") if self.encoder or self.encoders else self.changes
 
-    def encoder_of(self, task: str, policy: str) -> Run:
-        """The run whose encoder a policy has on a task."""
-        return Run((self.encoders or self.out) / task.lower() / "encoder" / policy)
+    def encoder_of(self, task: str) -> Run:
+        """The run whose encoder all methods have on a task: ACT's, also with Diffusion Policy, if there is one."""
+        place = (self.encoders or self.out) / task.lower() / "encoder"
+        trains = "act" if any(policy == "act" for policy, _ in self.methods) else "diffusion"
+        there = [policy for policy in POLICIES if self.encoders and trained(Run(place / policy))]
+        return Run(place / (there or [trains])[0])
 
     def made(self, policy: str, memory: str) -> Recipe:
         """How a method is trained; the same for all but for the method itself."""
@@ -133,7 +136,7 @@ def steps_of(plan: Plan, workers: int) -> list[Step]:
         command = ("collect", task, "--episodes", str(count), "--size", str(plan.size), "--out", str(data))
         steps.append(Step(f"{task}: collect", "collect", command, count, partial(collected, data)))
         if plan.encoder:
-            steps += [encoder(plan, task, policy) for policy in dict.fromkeys(policy for policy, _ in plan.methods)]
+            steps.append(encoder(plan, task))
     for seed, (policy, memory), task in product(plan.seeds, plan.methods, plan.tasks):  # all of a seed before the next
         steps += cell(plan, task, policy, memory, seed, workers)
     return steps
@@ -147,23 +150,23 @@ def training(plan: Plan, task: str, run: Run, policy: str, memory: str, seed: in
     )
 
 
-def encoder(plan: Plan, task: str, policy: str) -> Step:
-    """Training of the stock policy whose encoder every method with it shares. It must not learn choices by heart (0009)."""
-    run, settings = plan.encoder_of(task, policy), (*plan.changes, f"steps={plan.encoder}", "branches=0")
-    command = (*training(plan, task, run, policy, "none", 0), "--set", *settings)
-    return Step(f"{task}: {policy} encoder", "train", command, plan.encoder, lambda: trained(run), f"{task}: collect")
+def encoder(plan: Plan, task: str) -> Step:
+    """Training of the stock policy whose encoder every method shares. It must not learn choices by heart (0009)."""
+    run, settings = plan.encoder_of(task), (*plan.changes, f"steps={plan.encoder}", "branches=0")
+    command = (*training(plan, task, run, run.folder.name, "none", 0), "--set", *settings)
+    return Step(f"{task}: encoder", "train", command, plan.encoder, lambda: trained(run), f"{task}: collect")
 
 
 def cell(plan: Plan, task: str, policy: str, memory: str, seed: int, workers: int) -> list[Step]:
     """Training and evaluation of one method on one task with one seed."""
     name = f"{task}: {policy}+{memory}, seed {seed}"
     run = Run(plan.out / task.lower() / f"{policy}+{memory}" / f"seed{seed}")
-    shared = ("--encoder", str(plan.encoder_of(task, policy).folder)) if plan.encoder or plan.encoders else ()
+    shared = ("--encoder", str(plan.encoder_of(task).folder)) if plan.encoder or plan.encoders else ()
     settings = ("--set", *plan.settings) if plan.settings else ()
     train = (*training(plan, task, run, policy, memory, seed), *shared, *settings)
     place = run.folder / "evaluation" / task
     evaluate = ("eval", str(run.folder), "--task", task, "--episodes", str(plan.episodes), "--workers", str(workers))
-    needs = f"{task}: {policy} encoder" if plan.encoder else f"{task}: collect"
+    needs = f"{task}: encoder" if plan.encoder else f"{task}: collect"
     return [
         Step(name, "train", train, plan.made(policy, memory).steps, lambda: trained(run), needs),
         Step(f"{name}, evaluation", "eval", evaluate, plan.episodes, lambda: evaluated(place), name),
@@ -344,8 +347,8 @@ def compare(
         demonstrations: episodes a task; the paper's numbers if not said.
         size: width and height of the pictures, pixels.
         episodes: held-out rollouts of each trained policy.
-        encoder: if not 0, each stock policy is trained for so many updates on each task first, once; all methods with it
-            share its encoder, which stays as it is then. Much faster than an encoder for each.
+        encoder: if not 0, the stock policy (ACT, if any method has it) is trained for so many updates on each task first;
+            all methods share its encoder, which stays as it is then. Much faster than an encoder for each.
         encoders: the folder of a comparison that has trained such encoders, with any settings: its are used.
         data: folder of the datasets; out/data if not said. Collections that are there are used.
         runner: ray (this machine, or a cluster), or here: processes of this machine, without Ray.
@@ -371,9 +374,9 @@ def compare(
             raise CompareError(f"encoder: got {encoder}, expected a number of updates, or 0 for none")
         if encoder and encoders:
             raise CompareError("encoder and encoders: train them here, or use those of another comparison; not both")
-        for task, policy in ((task, policy) for task in names for policy, _ in chosen if encoders):
-            if not trained(run := plan.encoder_of(task, policy)):
-                raise CompareError(f"encoders: {run.folder}: no trained {policy} there; compare --encoder makes them")
+        for task in names if encoders else ():
+            if not trained(run := plan.encoder_of(task)):
+                raise CompareError(f"encoders: {run.folder}: no trained policy there; compare --encoder makes them")
             if json.loads((run.folder / "run.json").read_text())["asked"]["recipe"].get("branches", 1):
                 tell(console, f"{run.folder}: trained without branches=0, may have {task}'s choices by heart (0009)")
         if plan_only:

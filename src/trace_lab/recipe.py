@@ -135,7 +135,7 @@ SMALL_ACT = ACT | {
 }
 
 # The first frame stays at hand, and a robot at rest writes nothing: who cannot count looks at the lamp. docs/decisions/0014
-PATIENT = {"anchor": True, "clock": "path"}
+PATIENT = {"anchor": True, "clock": "path", "path": "routes"}
 
 PRESETS: dict[str, dict[str, Recipe]] = {
     "default": {
@@ -166,7 +166,9 @@ PRESETS: dict[str, dict[str, Recipe]] = {
 
 
 def recipe(preset: str, policy: str, memory: str, changes: Mapping[str, Any]) -> Recipe:
-    """A preset for a policy and a memory, with some numbers changed; `policy.x` and `memory.x` are options of those."""
+    """A preset for a policy and a memory, with some numbers changed; `policy.x` and `memory.x` are options of those, and
+    `act.x` and `diffusion.x` of that policy only, so that one comparison can have both.
+    """
     known("preset", preset, list(PRESETS))
     base = replace(PRESETS[preset][known("policy", policy, POLICIES)], memory=memory)
     own: dict[str, Any] = {}
@@ -176,6 +178,9 @@ def recipe(preset: str, policy: str, memory: str, changes: Mapping[str, Any]) ->
     types = {each.name: each.type for each in fields(Recipe)}
     for name, value in changes.items():
         group, _, option = name.partition(".")
+        if option and group in POLICIES:
+            nested["policy"] |= {option: value} if group == policy else {}
+            continue
         if option:
             nested[known("option", group, list(nested))][option] = value
             continue

@@ -126,7 +126,7 @@ def test_methods_share_an_encoder_that_is_trained_once(tmp_path):
     assert run(made, fake) == {}
     trainings = [(command, ended) for command, ended in fake.begun if command[0] == "train"]
     encoders = {Fake.text(c, "--out"): c for c, _ in trainings if "--encoder" not in c}
-    assert len(encoders) == 4
+    assert len(encoders) == 2
     assert all("steps=4" in command and "backbone=frozen" not in command for command in encoders.values())
     assert all("branches=0" in command for command in encoders.values())
     methods = [(command, ended) for command, ended in trainings if Fake.text(command, "--out") not in encoders]
@@ -135,7 +135,7 @@ def test_methods_share_an_encoder_that_is_trained_once(tmp_path):
         start = encoders[Fake.text(command, "--encoder")]
         assert start in ended
         assert start[1] == command[1]  # the same data
-        assert Fake.text(start, "--policy") == Fake.text(command, "--policy")
+        assert Fake.text(start, "--policy") == "act"  # which Diffusion Policy takes, too
         assert Fake.text(start, "--memory") == "none"
         assert "backbone=frozen" in command
     assert made.made("act", "trace").backbone == "frozen"
@@ -174,7 +174,7 @@ def test_encoders_of_another_comparison_are_used(tmp_path, capsys):
         (first.out / "cable" / "encoder" / "act" / "run.json").write_text(json.dumps(note))
         assert main([*words, "--encoders", str(first.out)]) == 2
         told = capsys.readouterr()
-        assert "no trained act there; compare --encoder makes them" in told.err
+        assert "no trained policy there; compare --encoder makes them" in told.err
         assert ("by heart" in " ".join(told.out.split())) == (branches == 1)
     assert main([*words, "--encoders", str(first.out), "--encoder", "5"]) == 2
     assert "not both" in capsys.readouterr().err

@@ -441,3 +441,12 @@ def test_a_gpu_that_is_not_there_is_named(data, tmp_path):
     with pytest.raises(RunError, match="device: got 'cuda', but PyTorch finds no GPU"):
         run_training(data[0], tmp_path / "run", small(), 0, device="cuda")
     assert train_module.task_of(data[0]) == "Cable"
+
+
+def test_options_may_be_of_one_policy_only():
+    words = {"act.dim_model": 64, "diffusion.horizon": 16, "policy.n_action_steps": 4}
+    options = {policy: recipe("default", policy, "none", words).policy_options for policy in ("act", "diffusion")}
+    assert (options["act"]["dim_model"], options["act"]["n_action_steps"]) == (64, 4)
+    assert (options["diffusion"]["horizon"], options["diffusion"]["n_action_steps"]) == (16, 4)
+    assert "horizon" not in options["act"]
+    assert "dim_model" not in options["diffusion"]
