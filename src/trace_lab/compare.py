@@ -90,7 +90,7 @@ class Plan:
         """The run whose encoder all methods have on a task: ACT's, also with Diffusion Policy, if there is one."""
         place = (self.encoders or self.out) / task.lower() / "encoder"
         trains = "act" if any(policy == "act" for policy, _ in self.methods) else "diffusion"
-        there = [policy for policy in POLICIES if self.encoders and trained(Run(place / policy))]
+        there = [policy for policy in POLICIES if self.encoders and Run(place / policy).trained()]
         return Run(place / (there or [trains])[0])
 
     def made(self, policy: str, memory: str) -> Recipe:
@@ -154,7 +154,7 @@ def encoder(plan: Plan, task: str) -> Step:
     """Training of the stock policy whose encoder every method shares. It must not learn choices by heart (0009)."""
     run, settings = plan.encoder_of(task), (*plan.changes, f"steps={plan.encoder}", "branches=0")
     command = (*training(plan, task, run, run.folder.name, "none", 0), "--set", *settings)
-    return Step(f"{task}: encoder", "train", command, plan.encoder, lambda: trained(run), f"{task}: collect")
+    return Step(f"{task}: encoder", "train", command, plan.encoder, run.trained, f"{task}: collect")
 
 
 def cell(plan: Plan, task: str, policy: str, memory: str, seed: int, workers: int) -> list[Step]:
@@ -168,7 +168,7 @@ def cell(plan: Plan, task: str, policy: str, memory: str, seed: int, workers: in
     evaluate = ("eval", str(run.folder), "--task", task, "--episodes", str(plan.episodes), "--workers", str(workers))
     needs = f"{task}: encoder" if plan.encoder else f"{task}: collect"
     return [
-        Step(name, "train", train, plan.made(policy, memory).steps, lambda: trained(run), needs),
+        Step(name, "train", train, plan.made(policy, memory).steps, run.trained, needs),
         Step(f"{name}, evaluation", "eval", evaluate, plan.episodes, lambda: evaluated(place), name),
     ]
 
@@ -178,11 +178,6 @@ def collected(data: Path) -> int:
     note = data / "meta" / "trace_bench.json"
     told = json.loads(note.read_text()) if note.exists() and not (data / ".collect").exists() else {}
     return int(told["episodes"]) if told and told.get("suite") == VERSIONS[told["task"]] else 0  # `collect` says why
-
-
-def trained(run: Run) -> int:
-    """Updates after which there is a checkpoint."""
-    return (run.finished() or [0])[-1]
 
 
 def evaluated(place: Path) -> int:
@@ -375,7 +370,7 @@ def compare(
         if encoder and encoders:
             raise CompareError("encoder and encoders: train them here, or use those of another comparison; not both")
         for task in names if encoders else ():
-            if not trained(run := plan.encoder_of(task)):
+            if not (run := plan.encoder_of(task)).trained():
                 raise CompareError(f"encoders: {run.folder}: no trained policy there; compare --encoder makes them")
             if json.loads((run.folder / "run.json").read_text())["asked"]["recipe"].get("branches", 1):
                 tell(console, f"{run.folder}: trained without branches=0, may have {task}'s choices by heart (0009)")

@@ -135,12 +135,13 @@ SMALL_ACT = ACT | {
 }
 
 # The first frame stays at hand, and a robot at rest writes nothing: who cannot count looks at the lamp. docs/decisions/0014
-PATIENT = {"anchor": True, "clock": "path", "path": "routes"}
+PATIENT = {"anchor": True, "clock": "path"}
+LENT = 0.5  # so many episodes are addressed by another's path: what path one took must not tell what to do. 0015
 
 PRESETS: dict[str, dict[str, Recipe]] = {
     "default": {
-        "act": Recipe(policy_options=ACT, memory_options=PATIENT),
-        "diffusion": Recipe(policy="diffusion", policy_options=DIFFUSION, memory_options=PATIENT),
+        "act": Recipe(borrowed=LENT, policy_options=ACT, memory_options=PATIENT),
+        "diffusion": Recipe(policy="diffusion", borrowed=LENT, policy_options=DIFFUSION, memory_options=PATIENT),
     },
     # LeRobot's own sizes and the paper's memory
     "paper": {
@@ -154,11 +155,12 @@ PRESETS: dict[str, dict[str, Recipe]] = {
     # for two CPU cores
     "tiny": {
         "act": Recipe(
-            steps=600, episodes=2, targets=16, warmup=50, lr=3e-4, backbone_lr=3e-4, memory_lr=1e-3, checkpoint=100,
+            steps=600, episodes=2, targets=16, borrowed=LENT, warmup=50, lr=3e-4, backbone_lr=3e-4, memory_lr=1e-3,
+            checkpoint=100,
             policy_options=SMALL_ACT, memory_options=PATIENT | {"preset": "tiny"},
         ),
         "diffusion": Recipe(
-            policy="diffusion", steps=600, episodes=2, targets=16, warmup=50, memory_lr=1e-3, checkpoint=100,
+            policy="diffusion", steps=600, episodes=2, targets=16, borrowed=LENT, warmup=50, memory_lr=1e-3, checkpoint=100,
             policy_options=DIFFUSION | {"down_dims": (64, 128)}, memory_options=PATIENT | {"preset": "tiny"},
         ),
     },
@@ -186,6 +188,8 @@ def recipe(preset: str, policy: str, memory: str, changes: Mapping[str, Any]) ->
             continue
         kind = types[known("option", name, [n for n in types if not n.endswith("_options")])]
         own[name] = convert(name, value, {int: int, float: float, str: str}[kind])  # type: ignore[index]
+    if own.get("scan") == "budget" or "memory.preset" in changes:
+        own.setdefault("borrowed", 0.0)  # only whole episodes can, and the paper does not
     return replace(base, **own, policy_options=nested["policy"], memory_options=nested["memory"])
 
 

@@ -121,6 +121,10 @@ class Run:
             return []
         return sorted(int(p.name) for p in self.checkpoints.iterdir() if p.name.isdigit() and not p.is_symlink())
 
+    def trained(self) -> int:
+        """Updates of which a checkpoint remains."""
+        return (self.finished() or [0])[-1]
+
     def checkpoint(self, step: int) -> Path:
         """Its folder."""
         return self.checkpoints / f"{step:06d}"

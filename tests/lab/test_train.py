@@ -48,7 +48,7 @@ def data(dataset, tmp_path_factory) -> tuple[Path, Path]:
 
 
 def test_a_run_from_before_a_field_existed_goes_on(tmp_path):
-    asked = {"recipe": small().to_dict(), "seed": 0}
+    asked = {"recipe": small(borrowed=0.0).to_dict(), "seed": 0}
     old = {"recipe": {name: x for name, x in asked["recipe"].items() if name not in {"cameras", "backbone"}}, "seed": 0}
     (tmp_path / "run.json").write_text(json.dumps({"asked": old}))
     assert Run(tmp_path)._differences(asked) == []
@@ -412,6 +412,15 @@ def test_recipes_wait_unless_they_name_a_preset_of_the_memory():
     named = recipe("default", "act", "trace", {"memory.preset": "paper", "memory.slots": 6}).memory_options
     assert named == {"preset": "paper", "slots": 6}
     assert recipe("paper", "act", "trace", {}).memory_options == {"preset": "paper"}
+
+
+def test_half_of_the_paths_are_borrowed_unless_the_form_is_the_papers():
+    for policy, preset in itertools.product(("act", "diffusion"), ("default", "tiny")):
+        assert recipe(preset, policy, "trace", {}).borrowed == 0.5
+        assert recipe(preset, policy, "trace", {"scan": "budget"}).borrowed == 0.0
+        assert recipe(preset, policy, "trace", {"memory.preset": "paper"}).borrowed == 0.0
+    assert recipe("paper", "act", "trace", {}).borrowed == 0.0
+    assert recipe("default", "act", "trace", {"memory.preset": "paper", "borrowed": 0.3}).borrowed == 0.3
 
 
 @pytest.mark.parametrize(
