@@ -20,6 +20,7 @@ from trace_lab.recipe import Recipe, RecipeError
 SHAPES = 8  # lengths to which episodes are padded, at most
 STILL = 0.05  # standard deviations of an action that count as no movement
 TAKEN = 0.5  # seconds for which an option has been taken when the suite's sheets call it decided
+TINY = 1e-9  # a way that is none
 POOL = 8  # batches whose episodes are sorted by length together, so that a batch holds episodes of similar length
 
 
@@ -60,6 +61,20 @@ def resting(store: FrameStore) -> Tensor:
     for later in range(1, round(store.meta.fps) + 1):
         still &= ((action[torch.minimum(now + later, last)] - action).abs() <= near).all(1)
     return still
+
+
+def way(store: FrameStore, rates: list[int]) -> Tensor:
+    """(N,) on the CPU: how far the robot has gone since its episode began, in standard deviations of the states. Channels
+    that are velocities (`rates`) count by their value, the others by their change.
+    """
+    paths, std = store.paths, store.paths.states.std(0)
+    states = torch.where(std > 1e-6, paths.states / std, 0.0).double()
+    steps = states.diff(dim=0, prepend=states[:1])
+    steps[:, rates] = states[:, rates]
+    steps[paths.starts] = 0.0
+    gone = torch.linalg.vector_norm(steps, dim=1).cumsum(0)
+    frame = torch.arange(len(gone))
+    return gone - gone[paths.starts[torch.searchsorted(paths.starts, frame, right=True) - 1]]
 
 
 def choosing(store: FrameStore, ahead: int) -> Tensor:
@@ -113,6 +128,7 @@ class Shown(NamedTuple):
     known: Tensor  # (E, n): the last step that each of them knows
     written: Tensor  # (E, T): what is seen at each step, a row of the store
     walked: Tensor  # (E, T): where the robot is, another's row if its path is borrowed
+    stands: Tensor  # (E, T): whether it has not moved from there since the step before
     valid: Tensor  # (E, T): whether the episode goes on
 
 
@@ -136,6 +152,8 @@ class Batches:
         if recipe.branches < 1:
             self.unseen = choosing(store, max(config.action_delta_indices)).to(store.device)
         self.rests = resting(store)
+        self.rates = list(config.memory.rates or [])
+        self.way = way(store, self.rates)
         self.weight = self._weights().cumsum(0)  # (N,): frames are drawn by these
         self._order: tuple[int, Tensor] | None = None  # of the epoch that is going on
         self.pause = round(recipe.pauses * store.meta.fps / self.every)  # steps of the memory
@@ -256,9 +274,10 @@ class Batches:
         again = often.gather(1, times // self.every)
         known = after.gather(1, times // self.every) - again
         known += (torch.rand(times.shape, generator=draw) * again).long()  # somewhere in the pause
-        lenders = self._lenders(step, len(episodes))
-        written, walked = (paths.starts[episodes[who]][:, None] + frame[who] for who in (slice(None), lenders))
-        return Shown(episodes, times, known, written, walked, steps < after[:, -1:])
+        written = paths.starts[episodes][:, None] + frame
+        walked = self._walk(written, episodes, episodes[self._lenders(step, len(episodes))])
+        stands = walked.diff(dim=1, prepend=walked[:, :1] - 1) == 0
+        return Shown(episodes, times, known, written, walked, stands, steps < after[:, -1:])
 
     def _pieces(self, step: int, shown: Shown) -> Iterator[tuple[dict[str, Any], float]]:
         """As many for every process, however long its own episodes are: they add up their gradients piece by piece."""
@@ -271,6 +290,18 @@ class Batches:
             state = batch[EPISODES].state  # the policy has put it there
             if state is not None:
                 state = state._replace(cells={name: cell.detach() for name, cell in state.cells.items()})
+
+    def _walk(self, written: Tensor, episodes: Tensor, lenders: Tensor) -> Tensor:
+        """(E, T): rows of the states by which each step is addressed: on a lender's way as far along as on one's own. Who
+        rests on the one rests on the other; else a memory whose clock is the path would learn to tell the time.
+        """
+        starts, ends, walked = self.store.paths.starts, self.store.paths.ends, written.clone()
+        for row, (own, lender) in enumerate(zip(episodes.tolist(), lenders.tolist(), strict=True)):
+            if own != lender:
+                theirs = self.way[starts[lender] : ends[lender]]
+                gone = self.way[written[row]] / self.way[ends[own] - 1].clamp_min(TINY)
+                walked[row] = starts[lender] + torch.searchsorted(theirs, gone * theirs[-1]).clamp_max(len(theirs) - 1)
+        return walked
 
     def _lenders(self, step: int, count: int) -> Tensor:
         """(count,): whose path addresses what is seen in each episode of a batch of all processes: its own or another's.
@@ -296,11 +327,13 @@ class Batches:
         pictures = self._look(step, rows, torch.searchsorted(store.ends, rows, right=True))
         batch = self.prepare(batch) | pictures if self.features is not None else self.prepare(batch | pictures)
         here, there = where[: written.numel()].view(written.shape), where[written.numel() :].view(seen.shape)
+        path = store.columns[OBS_STATE][shown.walked[:, begin:end]]
+        path[..., self.rates] *= ~shown.stands[:, begin:end, None]  # who does not get on has no velocity
         batch[EPISODES] = Episodes(
             pictures=[batch.pop(camera) for camera in store.cameras],
             states=store.columns[OBS_STATE][rows],
             written=here,
-            path=store.columns[OBS_STATE][shown.walked[:, begin:end]],
+            path=path,
             valid=shown.valid[:, begin:end],
             row=row,
             time=(shown.known[row, column] - begin).clamp(0, written.shape[1] - 1),

@@ -186,13 +186,34 @@ def test_episodes_borrow_paths_and_nothing_else(store):
     (_, own, _), (_, other, _) = ready(store, "act"), ready(store, "act", borrowed=1.0)
     a, b = (next(iter(batches.at(0)))[0][EPISODES] for batches in (own, other))
     assert torch.equal(a.path, a.states[a.written])
-    assert torch.equal(b.path, a.path.flip(0))
     assert torch.equal(a.states, b.states)
     assert torch.equal(a.written, b.written)
     _, some, _ = ready(store, "act", borrowed=0.3)
     borrow = torch.stack([some._lenders(step, 8) != torch.arange(8) for step in range(400)]).float()
     assert float(borrow.mean()) == pytest.approx(0.3, abs=0.03)
     assert some._lenders(0, 1).tolist() == [0]
+
+
+def test_who_rests_rests_on_a_borrowed_way_too(store, monkeypatch):
+    """A lender's way is walked at one's own pace, from its beginning to its end; where nobody gets on, nothing drives."""
+    states = store.paths.states.clone()
+    states[:, :3] = 0.1
+    states[10:20] = states[10]
+    states[10:20, :3] = 0.0
+    monkeypatch.setattr(store.paths, "states", states)
+    monkeypatch.setitem(store.columns, OBS_STATE, states)
+    _, batches, _ = ready(store, "act", borrowed=1.0, **{"memory.rates": [0, 1, 2]})
+    shown = batches._shown(0, *batches.targets(0))
+    mine = shown.episodes.tolist().index(0)
+    frames = shown.walked[mine] - store.paths.starts[1]
+    assert [int(frames[0]), int(frames[39])] == [0, 32]
+    assert (frames.diff() >= 0).all()
+    assert frames[10:20].unique().numel() == 1
+    assert shown.stands[mine, 11:20].all()
+    path = next(iter(batches.at(0)))[0][EPISODES].path[mine]
+    assert (path[11:20, :3] == 0).all()
+    assert (path[20:33, :3] == 0.1).any()
+    assert torch.equal(path[:, 3:], states[shown.walked[mine], 3:])
 
 
 @pytest.fixture
