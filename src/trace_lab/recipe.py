@@ -124,6 +124,7 @@ DIFFUSION = OFFLINE | {
     "n_action_steps": 10,
     "noise_scheduler_type": "DDIM",
     "num_inference_steps": 10,
+    "prediction_type": "sample",  # the actions, not the noise: an eighth of the error after as many updates. 0016
     "use_separate_rgb_encoder_per_camera": False,
 }
 SMALL_ACT = ACT | {

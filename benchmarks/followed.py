@@ -1,0 +1,52 @@
+"""How closely does a policy follow demonstrations? Each run of `tracemem train` sees some of the episodes it was trained on,
+step by step as a robot would, and its actions are compared with the demonstrated ones: mean absolute error in standard
+deviations of each channel that moves. docs/decisions/0016.
+
+    python benchmarks/followed.py outputs/demo/seed-0/data outputs/demo/seed-0/none outputs/demo/seed-0/trace
+"""
+
+import argparse
+from pathlib import Path
+
+import numpy as np
+import torch
+from lerobot.utils.constants import ACTION, OBS_STATE
+
+from trace_lab.evaluate import configuration, find, pilot
+from trace_lab.frames import FrameStore, open_dataset, open_frames
+
+
+def error(store: FrameStore, run: Path, episodes: int) -> float:
+    """Of a run on the first episodes of a store, as long as the shortest of them goes on."""
+    folder, _ = find(run)
+    config = configuration(folder, "cpu")
+    crew, actions = pilot(folder, config, seed=0), store.columns[ACTION]
+    std = actions.std(0)
+    cameras = {name.removeprefix("observation.images."): name for name in config.image_features}
+    missed = []
+    for step in range(int(store.lengths[:episodes].min())):
+        rows = store.starts[:episodes] + step
+        seen = {short: (store.pictures(name, rows) * 255).round().byte() for short, name in cameras.items()}
+        observation = {
+            "agent_pos": store.columns[OBS_STATE][rows].numpy(),
+            "episode_step": np.full(len(rows), step),
+            "pixels": {short: pictures.permute(0, 2, 3, 1).numpy() for short, pictures in seen.items()},
+        }
+        missed.append((torch.from_numpy(crew.act(observation)) - actions[rows]).abs().mean(0))
+    return float((torch.stack(missed).mean(0) / std)[std > 1e-6].mean())
+
+
+def main() -> None:
+    """Prints a line a run."""
+    words = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    words.add_argument("dataset", type=Path)
+    words.add_argument("runs", type=Path, nargs="+")
+    words.add_argument("--episodes", type=int, default=8)
+    given = words.parse_args()
+    store = open_frames(open_dataset(given.dataset), "cpu")
+    for run in given.runs:
+        print(f"{run}: {error(store, run, given.episodes):.3f}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
