@@ -127,8 +127,8 @@ class Shown(NamedTuple):
     times: Tensor  # (E, n): frames of each that are targets
     known: Tensor  # (E, n): the last step that each of them knows
     written: Tensor  # (E, T): what is seen at each step, a row of the store
-    walked: Tensor  # (E, T): where the robot is, another's row if its path is borrowed
-    stands: Tensor  # (E, T): whether it has not moved from there since the step before
+    walked: Tensor  # (E, T) float64: where the robot is, between another's rows if its path is borrowed
+    pace: Tensor  # (E, T): how fast it gets on there, 0 at rest and 1 as it was
     valid: Tensor  # (E, T): whether the episode goes on
 
 
@@ -275,9 +275,14 @@ class Batches:
         known = after.gather(1, times // self.every) - again
         known += (torch.rand(times.shape, generator=draw) * again).long()  # somewhere in the pause
         written = paths.starts[episodes][:, None] + frame
-        walked = self._walk(written, episodes, episodes[self._lenders(step, len(episodes))])
-        stands = walked.diff(dim=1, prepend=walked[:, :1] - 1) == 0
-        return Shown(episodes, times, known, written, walked, stands, steps < after[:, -1:])
+        lenders = self._lenders(step, len(episodes))
+        if self.recipe.walk == "steps":
+            walked = (paths.starts[episodes[lenders]][:, None] + frame[lenders]).double()
+            pace = torch.ones(walked.shape)
+        else:
+            walked = self._walk(written, episodes, episodes[lenders])
+            pace = (walked.diff(dim=1, prepend=walked[:, :1] - self.every) / self.every).clamp_max(1.0).float()
+        return Shown(episodes, times, known, written, walked, pace, steps < after[:, -1:])
 
     def _pieces(self, step: int, shown: Shown) -> Iterator[tuple[dict[str, Any], float]]:
         """As many for every process, however long its own episodes are: they add up their gradients piece by piece."""
@@ -292,15 +297,18 @@ class Batches:
                 state = state._replace(cells={name: cell.detach() for name, cell in state.cells.items()})
 
     def _walk(self, written: Tensor, episodes: Tensor, lenders: Tensor) -> Tensor:
-        """(E, T): rows of the states by which each step is addressed: on a lender's way as far along as on one's own. Who
-        rests on the one rests on the other; else a memory whose clock is the path would learn to tell the time.
+        """(E, T) float64: the place by which each step is addressed, in rows of the store: as far along a lender's way as
+        on one's own. Who rests on the one rests on the other; else a memory whose clock is the path could tell the time.
         """
-        starts, ends, walked = self.store.paths.starts, self.store.paths.ends, written.clone()
+        starts, ends, walked = self.store.paths.starts, self.store.paths.ends, written.double()
         for row, (own, lender) in enumerate(zip(episodes.tolist(), lenders.tolist(), strict=True)):
             if own != lender:
                 theirs = self.way[starts[lender] : ends[lender]]
-                gone = self.way[written[row]] / self.way[ends[own] - 1].clamp_min(TINY)
-                walked[row] = starts[lender] + torch.searchsorted(theirs, gone * theirs[-1]).clamp_max(len(theirs) - 1)
+                gone = self.way[written[row]] / self.way[ends[own] - 1].clamp_min(TINY) * theirs[-1]
+                after = torch.searchsorted(theirs, gone).clamp_max(len(theirs) - 1)
+                before = (after - 1).clamp_min(0)
+                part = (gone - theirs[before]) / (theirs[after] - theirs[before]).clamp_min(TINY)
+                walked[row] = starts[lender] + before + part
         return walked
 
     def _lenders(self, step: int, count: int) -> Tensor:
@@ -327,8 +335,10 @@ class Batches:
         pictures = self._look(step, rows, torch.searchsorted(store.ends, rows, right=True))
         batch = self.prepare(batch) | pictures if self.features is not None else self.prepare(batch | pictures)
         here, there = where[: written.numel()].view(written.shape), where[written.numel() :].view(seen.shape)
-        path = store.columns[OBS_STATE][shown.walked[:, begin:end]]
-        path[..., self.rates] *= ~shown.stands[:, begin:end, None]  # who does not get on has no velocity
+        states, place = store.columns[OBS_STATE], shown.walked[:, begin:end]
+        before, part = place.long(), place.frac().to(states.dtype)
+        path = torch.lerp(states[before], states[(before + 1).clamp_max(len(states) - 1)], part[..., None])
+        path[..., self.rates] *= shown.pace[:, begin:end, None]  # velocities
         batch[EPISODES] = Episodes(
             pictures=[batch.pop(camera) for camera in store.cameras],
             states=store.columns[OBS_STATE][rows],

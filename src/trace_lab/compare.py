@@ -108,8 +108,8 @@ class Plan:
             "demonstrations": self.demonstrations,
             "size": self.size,
             "suite": VERSIONS,
-            "contents": [FORM, ROUTED, self.made("act", "trace").borrowed],
-            "encoder": self.encoder,
+            "contents": [FORM, ROUTED],
+            "encoder": [self.encoder, self.encoder_of(self.tasks[0]).folder.name] if self.encoder else 0,
             "encoders": str(self.encoders) if self.encoders else None,
         }
 
@@ -280,18 +280,20 @@ def fit(plan: Plan, out: Path, console: Console) -> int:
 def check_folder(plan: Plan) -> None:
     """The folder is new, or one of the same settings; then notes what was asked for."""
     note = plan.out / "compare.json"
+    recipes = {f"{policy}+{memory}": plan.made(policy, memory).to_dict() for policy, memory in plan.methods}
     if note.exists():
-        before = {"encoder": 0} | json.loads(note.read_text())["fixed"]
-        before.setdefault("encoders", "all weights handed on" if before["encoder"] else None)  # as it once was
-        if differ := differences(before, json.loads(json.dumps(plan.fixed))):
+        told, fixed = json.loads(note.read_text()), json.loads(json.dumps(plan.fixed))
+        before = {name: Recipe().to_dict() | each for name, each in told["recipes"].items() if name in recipes}
+        now = json.loads(json.dumps({name: recipes[name] for name in before}))
+        if differ := differences(told["fixed"], fixed) or differences(before, now):
             raise CompareError(
                 f"{plan.out} is a comparison with other settings ({'; '.join(differ)}); choose another --out, or the same "
                 "settings. Tasks, methods, seeds and rollouts may be added to"
             )
+        recipes = told["recipes"] | recipes
     elif plan.out.exists() and any(plan.out.iterdir()):
         raise CompareError(f"{plan.out} is not empty and has no compare.json, expected a new folder")
     plan.out.mkdir(parents=True, exist_ok=True)
-    recipes = {f"{policy}+{memory}": plan.made(policy, memory).to_dict() for policy, memory in plan.methods}
     write_json(note, {"fixed": plan.fixed, "recipes": recipes, "commit": commit(), "versions": versions()})
 
 

@@ -101,7 +101,7 @@ class Encoding:
                     found.update(x.detach().cpu().contiguous().numpy().tobytes())
         config = self.policy.config
         way = {name: getattr(config, name, None) or None for name in WAY}
-        way |= {"normalisation": str(config.normalization_mapping["VISUAL"])}
+        way |= {"normalisation": str(config.normalization_mapping.get("VISUAL"))}
         rest = [fingerprint(Path(self.store.meta.root)), list(self.store.cameras), self.store.device.type, self.looks]
         found.update(json.dumps([*rest, self.made.shift, self.made.jitter, way], sort_keys=True).encode())
         return found.hexdigest()[:24]

@@ -11,6 +11,7 @@ from lerobot.configs.policies import PreTrainedConfig
 from lerobot.policies.factory import make_pre_post_processors
 from lerobot.utils.constants import ACTION, IMAGENET_STATS
 from safetensors.torch import load_file
+from torch import Tensor
 
 import lerobot_policy_trace  # noqa: F401  (registers the policies)
 from lerobot_policy_trace.configuration_trace import MemoryOptions
@@ -77,7 +78,10 @@ def take_encoder(policy: Any, folder: Path) -> None:
     ACT and Diffusion Policy can have each other's, where their ResNets have the same layers.
     """
     weights = load_file(folder / "model.safetensors")
-    shared = {_layer(name): x for name, x in weights.items() if ".backbone." in name}
+    shared: dict[str, Tensor] = {}
+    for name, x in weights.items():
+        if ".backbone." in name and not torch.equal(shared.setdefault(_layer(name), x), x):
+            shared[_layer(name)] = x.new_empty(0)  # each camera has its own: by name only
     places = [f"{name}." for name, part in policy.named_modules() if any(part is each for each in policy.backbones)]
     wanted = {n: x for n, x in policy.state_dict().items() if n.startswith(tuple(places)) and not n.endswith(COUNTER)}
     if not wanted:

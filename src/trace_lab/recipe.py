@@ -43,6 +43,9 @@ class Recipe:
         1.0  # what a frame teaches the encoder if an unseen choice follows, as a share; the suite's data only
     )
     borrowed: float = 0.0  # share of whole episodes that are addressed by the path of another one in the batch
+    walk: str = (
+        "steps"  # how: the lender's steps one by one; or "way": as far along the lender's way as along one's own
+    )
     pauses: float = 0.0  # seconds by which each rest of a whole episode is longer for the memory, at most
     truncate: int = 0  # frames after which the gradient through time is cut; 0 is never
     backbone: str = "trained"  # or "frozen": as it comes, every picture encoded once
@@ -65,6 +68,7 @@ class Recipe:
         known("policy", self.policy, POLICIES)
         known("memory", self.memory, list(MEMORIES))
         known("scan", self.scan, SCANS)
+        known("walk", self.walk, ("steps", "way"))
         known("backbone", self.backbone, BACKBONES)
         if self.backbone == "frozen" and self.scan != "episode":
             raise RecipeError(
@@ -125,6 +129,7 @@ DIFFUSION = OFFLINE | {
     "noise_scheduler_type": "DDIM",
     "num_inference_steps": 10,
     "prediction_type": "sample",  # the actions, not the noise: an eighth of the error after as many updates. 0016
+    "drop_n_last_frames": 0,  # else nobody learns how an episode ends
     "use_separate_rgb_encoder_per_camera": False,
 }
 SMALL_ACT = ACT | {
@@ -189,7 +194,7 @@ def recipe(preset: str, policy: str, memory: str, changes: Mapping[str, Any]) ->
             continue
         kind = types[known("option", name, [n for n in types if not n.endswith("_options")])]
         own[name] = convert(name, value, {int: int, float: float, str: str}[kind])  # type: ignore[index]
-    if own.get("scan") == "budget" or "memory.preset" in changes:
+    if memory == "none" or own.get("scan") == "budget" or "memory.preset" in changes:
         own.setdefault("borrowed", 0.0)  # only whole episodes can, and the paper does not
     return replace(base, **own, policy_options=nested["policy"], memory_options=nested["memory"])
 

@@ -186,6 +186,7 @@ def test_episodes_borrow_paths_and_nothing_else(store):
     (_, own, _), (_, other, _) = ready(store, "act"), ready(store, "act", borrowed=1.0)
     a, b = (next(iter(batches.at(0)))[0][EPISODES] for batches in (own, other))
     assert torch.equal(a.path, a.states[a.written])
+    assert torch.equal(b.path, a.path.flip(0))
     assert torch.equal(a.states, b.states)
     assert torch.equal(a.written, b.written)
     _, some, _ = ready(store, "act", borrowed=0.3)
@@ -202,18 +203,34 @@ def test_who_rests_rests_on_a_borrowed_way_too(store, monkeypatch):
     states[10:20, :3] = 0.0
     monkeypatch.setattr(store.paths, "states", states)
     monkeypatch.setitem(store.columns, OBS_STATE, states)
-    _, batches, _ = ready(store, "act", borrowed=1.0, **{"memory.rates": [0, 1, 2]})
+    _, batches, _ = ready(store, "act", borrowed=1.0, walk="way", **{"memory.rates": [0, 1, 2]})
     shown = batches._shown(0, *batches.targets(0))
     mine = shown.episodes.tolist().index(0)
     frames = shown.walked[mine] - store.paths.starts[1]
-    assert [int(frames[0]), int(frames[39])] == [0, 32]
-    assert (frames.diff() >= 0).all()
-    assert frames[10:20].unique().numel() == 1
-    assert shown.stands[mine, 11:20].all()
+    assert [float(frames[0]), float(frames[39])] == pytest.approx([0, 32])
+    assert (frames[10:20] == frames[10]).all()
+    assert (shown.pace[mine, 11:20] == 0).all()
+    gets_on = torch.cat([frames[:11], frames[20:]]).diff()
+    assert (gets_on > 0).all()  # who moves on the one way moves on the other
+    assert (frames % 1 != 0).any()
     path = next(iter(batches.at(0)))[0][EPISODES].path[mine]
     assert (path[11:20, :3] == 0).all()
-    assert (path[20:33, :3] == 0.1).any()
-    assert torch.equal(path[:, 3:], states[shown.walked[mine], 3:])
+    torch.testing.assert_close(path[1:11, 0], 0.1 * frames[:11].diff().clamp_max(1).float())
+    low, high = (shown.walked[mine].floor().long(), shown.walked[mine].ceil().long())
+    between = states[low] + (frames % 1)[:, None].float() * (states[high] - states[low])
+    torch.testing.assert_close(path[:, 3:], between[:, 3:])
+
+
+def test_who_never_moves_borrows_a_beginning(store, monkeypatch):
+    states = store.paths.states.clone()
+    states[:40] = states[0]
+    monkeypatch.setattr(store.paths, "states", states)
+    monkeypatch.setitem(store.columns, OBS_STATE, states)
+    _, batches, _ = ready(store, "act", borrowed=1.0, walk="way")
+    shown = batches._shown(0, *batches.targets(0))
+    still = shown.episodes.tolist().index(0)
+    assert (shown.walked[still] == store.paths.starts[1]).all()
+    assert (shown.walked[1 - still] == store.paths.starts[0]).all()
 
 
 @pytest.fixture
@@ -378,9 +395,9 @@ def test_frames_before_which_the_robot_rests_are_drawn_less_often(restful, memor
 
 @pytest.mark.parametrize("memory", ["trace", "none"])
 def test_frames_that_the_policy_leaves_out_are_never_targets(store, memory):
-    _, batches, before = ready(store, "diffusion")
+    _, batches, before = ready(store, "diffusion", **{"policy.drop_n_last_frames": 7})
     dropped = batches.config.drop_n_last_frames
-    assert dropped > 0
+    assert dropped == 7
     drawn = Batches(store, batches.config, before, replace(batches.recipe, still=0.3, memory=memory), seed=3)
     seen = set()
     for step in range(200):

@@ -219,6 +219,12 @@ def test_the_command_writes_tables_and_refuses_other_settings(tmp_path, monkeypa
     assert main([*words[:-1], "steps=5"]) == 2
     assert "comparison with other settings (changes was ['steps=4'], now ['steps=5'])" in capsys.readouterr().err
     assert (out / "compare.json").read_bytes() == kept
+    told = json.loads(kept)
+    told["recipes"]["act+trace"]["policy_options"]["chunk_size"] = 7  # a preset of before
+    (out / "compare.json").write_text(json.dumps(told))
+    assert main(words) == 2
+    assert "other settings (act+trace.policy_options.chunk_size was 7, now 40)" in capsys.readouterr().err
+    (out / "compare.json").write_bytes(kept)
     assert main([*words, "--plan-only"]) == 0
     assert capsys.readouterr().out.count("done: ") == 5
 

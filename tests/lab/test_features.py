@@ -7,7 +7,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from rich.console import Console
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torchvision.models import resnet18
 from torchvision.ops import FrozenBatchNorm2d
 
@@ -235,6 +235,11 @@ def test_diffusion_policy_takes_the_encoder_of_act_and_its_maps(dataset, tmp_pat
     assert float(diffusion.update()["loss"]) > 0
     with pytest.raises(RunError, match=r"weights differ .* with policy.use_group_norm=false"):
         begin(dataset, encoder=last, policy="diffusion", **{"policy.use_group_norm": True})
+    weights = load_file(last / "model.safetensors")  # as if each camera had an encoder of its own
+    own = {f"other.{name}": x + 1 for name, x in weights.items() if "backbone.layer4" in name}
+    save_file(weights | own, last / "model.safetensors")
+    with pytest.raises(RunError, match="weights differ"):
+        begin(dataset, encoder=last, policy="diffusion")
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a GPU")

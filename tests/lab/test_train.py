@@ -417,6 +417,7 @@ def test_recipes_wait_unless_they_name_a_preset_of_the_memory():
 def test_half_of_the_paths_are_borrowed_unless_the_form_is_the_papers():
     for policy, preset in itertools.product(("act", "diffusion"), ("default", "tiny")):
         assert recipe(preset, policy, "trace", {}).borrowed == 0.5
+        assert recipe(preset, policy, "none", {}).borrowed == 0.0
         assert recipe(preset, policy, "trace", {"scan": "budget"}).borrowed == 0.0
         assert recipe(preset, policy, "trace", {"memory.preset": "paper"}).borrowed == 0.0
     assert recipe("paper", "act", "trace", {}).borrowed == 0.0
