@@ -7,7 +7,7 @@ import time
 
 import torch
 
-from trace_memory.history import history_indices
+from trace_memory.memory import history_indices
 from trace_memory.signature import Signature
 
 

@@ -16,9 +16,8 @@ from lerobot_policy_trace.configuration_trace import MemoryOptions
 from lerobot_policy_trace.paths import DatasetError, Paths
 from lerobot_policy_trace.processor_trace import RAW_STATE
 from lerobot_policy_trace.recall import Recall
-from trace_memory.history import history_indices
 from trace_memory.losses import auxiliary_losses, weighted
-from trace_memory.memory import MemoryState, Readout
+from trace_memory.memory import MemoryState, Readout, history_indices
 
 if TYPE_CHECKING:
     from lerobot.policies.pretrained import PreTrainedPolicy

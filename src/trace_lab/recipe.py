@@ -83,6 +83,8 @@ class Recipe:
         for name in ("borrowed", "pauses"):
             if getattr(self, name) and self.scan == "budget":
                 raise RecipeError(f"{name}: got {getattr(self, name)} with the budget scan; it is for whole episodes")
+        if self.borrowed and self.episodes == 1:
+            raise RecipeError(f"borrowed: got {self.borrowed} with episodes=1, where nobody can lend; expected 0")
         for name in ("lr", "backbone_lr", "memory_lr", "clip", "checkpoint"):
             if not getattr(self, name) > 0:
                 raise RecipeError(f"{name}: got {getattr(self, name)}, expected a positive number")
@@ -187,6 +189,7 @@ def recipe(preset: str, policy: str, memory: str, changes: Mapping[str, Any]) ->
     for name, value in changes.items():
         group, _, option = name.partition(".")
         if option and group in POLICIES:
+            known(f"option {group}.", option, options_of(group))
             nested["policy"] |= {option: value} if group == policy else {}
             continue
         if option:
@@ -194,9 +197,19 @@ def recipe(preset: str, policy: str, memory: str, changes: Mapping[str, Any]) ->
             continue
         kind = types[known("option", name, [n for n in types if not n.endswith("_options")])]
         own[name] = convert(name, value, {int: int, float: float, str: str}[kind])  # type: ignore[index]
-    if memory == "none" or own.get("scan") == "budget" or "memory.preset" in changes:
-        own.setdefault("borrowed", 0.0)  # only whole episodes can, and the paper does not
+    alone = memory == "none" or own.get("scan") == "budget" or own.get("episodes", base.episodes) == 1
+    if alone or "memory.preset" in changes:
+        own.setdefault("borrowed", 0.0)  # there is nobody to lend, and the paper does not
     return replace(base, **own, policy_options=nested["policy"], memory_options=nested["memory"])
+
+
+def options_of(policy: str) -> list[str]:
+    """Names of LeRobot's options of a policy, so that a misspelt one is noticed also where another policy is trained."""
+    from lerobot.configs.policies import PreTrainedConfig
+
+    import lerobot_policy_trace  # noqa: F401  (registers the policies)
+
+    return [each.name for each in fields(PreTrainedConfig.get_choice_class(f"trace_{policy}"))]
 
 
 def convert(name: str, value: Any, kind: Callable[[Any], Any]) -> Any:

@@ -7,6 +7,9 @@ import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 
+import torch
+from torch import nn
+
 from trace_memory import ablations, rivals
 from trace_memory.gates import ClosingGate, Gate, ScalarGate
 from trace_memory.keys import Keys
@@ -15,9 +18,9 @@ from trace_memory.memory import Memory, TraceMemory
 from trace_memory.normalise import Normaliser
 from trace_memory.signature import LogSignature, Signature
 from trace_memory.slots import Slots
-from trace_memory.start import as_pytorch, content_first
 
 NO_AUXILIARY = AuxiliaryWeights()
+SLOT_SHARE = 0.3  # of the slots' own columns at the start. The paper is silent; docs/decisions/0003
 SIGNATURES: dict[str, type[Signature]] = {"signature": Signature, "logsignature": LogSignature}
 GATES: dict[str, Callable[[], Gate]] = {
     "closing": ClosingGate,
@@ -93,6 +96,27 @@ def _gate(c: MemoryConfig) -> Gate:
     return GATES[c.gate]()
 
 
+@torch.no_grad()
+def _content_first(slots: Slots) -> None:
+    """What is written starts as what is seen, and the slots' own columns start small, so that the recurrence is calm.
+
+    Where the path mixes with it, the columns of g and dg in phi_w and the rho columns of phi_m and phi_beta start at zero:
+    keys vary with every wiggle of the path, and drown the cue. An anchor was seen, and starts as what is seen does.
+    """
+    content = slots.phi_w.first.in_features - slots.q
+    slots.phi_w.first.weight[:, content : content + slots.q - slots.anchor] = 0.0
+    for phi in (slots.phi_m, slots.phi_beta):
+        phi.first.weight[:, : slots.width] *= SLOT_SHARE
+        phi.first.weight[:, 2 * slots.width :] = 0.0
+
+
+def _as_pytorch(module: nn.Module) -> None:
+    """Every linear map as PyTorch draws it."""
+    for layer in module.modules():
+        if isinstance(layer, nn.Linear):
+            layer.reset_parameters()
+
+
 def _trace(slots: type[Slots] = Slots, keys: type[Keys] = Keys) -> Callable[[MemoryConfig], Memory]:
     def build_trace(c: MemoryConfig) -> Memory:
         signature = _signature(c)
@@ -104,10 +128,10 @@ def _trace(slots: type[Slots] = Slots, keys: type[Keys] = Keys) -> Callable[[Mem
         )  # fmt: skip
         normaliser = Normaliser(c.channels, signature.dim, c.bound, c.rates)
         if c.start == "pytorch":
-            as_pytorch(key)
-            as_pytorch(bank)
+            _as_pytorch(key)
+            _as_pytorch(bank)
         else:
-            content_first(bank)
+            _content_first(bank)
         return TraceMemory(normaliser, signature, key, bank, content=c.content, timed=c.clock == "time")
 
     return build_trace
@@ -118,7 +142,7 @@ def _signature_only(c: MemoryConfig) -> Memory:
     normaliser = Normaliser(c.channels, signature.dim, c.bound, c.rates)
     keys = _keys(replace(c, anchor=False), signature, Keys)
     if c.start == "pytorch":
-        as_pytorch(keys)
+        _as_pytorch(keys)
     return ablations.SignatureOnly(normaliser, signature, keys, content=c.content)
 
 

@@ -418,6 +418,7 @@ def test_half_of_the_paths_are_borrowed_unless_the_form_is_the_papers():
     for policy, preset in itertools.product(("act", "diffusion"), ("default", "tiny")):
         assert recipe(preset, policy, "trace", {}).borrowed == 0.5
         assert recipe(preset, policy, "none", {}).borrowed == 0.0
+        assert recipe(preset, policy, "trace", {"episodes": 1}).borrowed == 0.0
         assert recipe(preset, policy, "trace", {"scan": "budget"}).borrowed == 0.0
         assert recipe(preset, policy, "trace", {"memory.preset": "paper"}).borrowed == 0.0
     assert recipe("paper", "act", "trace", {}).borrowed == 0.0
@@ -431,6 +432,7 @@ def test_half_of_the_paths_are_borrowed_unless_the_form_is_the_papers():
         ({"pauses": float("nan")}, "pauses: got nan"),
         ({"pauses": float("inf")}, "pauses: got inf"),
         ({"pauses": 5.0, "scan": "budget"}, r"pauses: got 5\.0 with the budget scan"),
+        ({"borrowed": 0.5, "episodes": 1}, r"borrowed: got 0\.5 with episodes=1"),
         ({"borrowed": 0.5, "scan": "budget"}, r"borrowed: got 0\.5 with the budget scan"),
     ],
 )
@@ -460,3 +462,5 @@ def test_options_may_be_of_one_policy_only():
     assert (options["diffusion"]["horizon"], options["diffusion"]["n_action_steps"]) == (16, 4)
     assert "horizon" not in options["act"]
     assert "dim_model" not in options["diffusion"]
+    with pytest.raises(RecipeError, match=r"option diffusion\.: there is no 'horizn'; did you mean 'horizon'"):
+        recipe("tiny", "act", "trace", {"diffusion.horizn": 16})

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from trace_memory.adapters import DiffusionAdapter, FeatureModulation, RegressionAdapter
-from trace_memory.history import history_indices
 from trace_memory.losses import (
     AuxiliaryWeights,
     auxiliary_losses,
@@ -16,7 +15,7 @@ from trace_memory.losses import (
     entropy_loss,
     weighted,
 )
-from trace_memory.memory import Readout, Routing
+from trace_memory.memory import Readout, Routing, history_indices
 from trace_memory.normalise import STD_FLOOR, Normaliser
 from trace_memory.signature import LogSignature, Signature
 
