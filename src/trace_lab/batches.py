@@ -17,7 +17,7 @@ from lerobot_policy_trace.learning import EPISODES, Episodes
 from trace_lab.frames import FrameStore
 from trace_lab.recipe import Recipe, RecipeError
 
-SHAPES = 8  # lengths to which episodes are padded, at most
+UNIT, SHAPES = 8, 8  # captured scans have lengths that are multiples of the first, about as many as the second
 STILL = 0.05  # standard deviations of an action that count as no movement
 TAKEN = 0.5  # seconds for which an option has been taken when the suite's sheets call it decided
 TINY = 1e-9  # a way that is none
@@ -44,6 +44,11 @@ def order_of(count: int, size: int, epoch: int, seed: int, lengths: Tensor | Non
             pool.copy_(pool[lengths[pool].argsort(stable=True)])
         return order.view(rounds, size)[torch.randperm(rounds, generator=draw)]
     return order.view(rounds, size)
+
+
+def padding(least: int, most: int) -> int:
+    """Steps to whose multiples lengths between these are padded: few lengths, and few steps that only fill up."""
+    return UNIT * max(1, -(-(most - least) // (UNIT * SHAPES)))
 
 
 def spread(weight: Tensor, count: int, draw: torch.Generator) -> Tensor:
@@ -166,7 +171,7 @@ class Batches:
             raise RecipeError(f"pauses: got {recipe.pauses} s, which is nothing here: {why}; expected more, or 0")
         self.pad = 1
         if store.device.type == "cuda" and not recipe.truncate:  # scans are captured: there must be few lengths
-            self.pad = 32 * max(1, -(-int(self.most.max() - self.least.min()) // (32 * SHAPES)))
+            self.pad = padding(int(self.least.min()), int(self.most.max()))
 
     def _weights(self) -> Tensor:
         """(N,): how often each frame is a target; none of those at an episode's end that the policy leaves out."""

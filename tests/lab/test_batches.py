@@ -10,7 +10,7 @@ from lerobot.policies.factory import get_policy_class
 from lerobot.utils.constants import ACTION, OBS_STATE
 
 from lerobot_policy_trace.learning import EPISODES
-from trace_lab.batches import Augment, Batches, generator, order_of, spread
+from trace_lab.batches import Augment, Batches, generator, order_of, padding, spread
 from trace_lab.frames import open_dataset, open_frames
 from trace_lab.policy import configuration, pipelines
 from trace_lab.recipe import RecipeError, recipe
@@ -241,6 +241,14 @@ def restful(store):
     store.columns[ACTION][5:30] = 5.0
     yield store
     store.columns[ACTION] = action
+
+
+@pytest.mark.parametrize(("least", "most"), [(39, 47), (22, 29), (1, 1), (77, 93), (30, 400), (200, 2_000)])
+def test_captured_scans_have_few_lengths_and_few_steps_that_only_fill_up(least, most):
+    unit = padding(least, most)
+    padded = {-(-steps // unit) * unit for steps in range(least, most + 1)}
+    assert len(padded) <= 9
+    assert unit <= max(8, (most - least) / 8 + 8)
 
 
 def test_pauses_lengthen_rests_for_the_memory_and_nothing_else(restful):
