@@ -21,6 +21,7 @@ COUNTS = (1, 4, 8)
 WORTH = 1.05  # more trainings at once must bring at least so much more in total
 SHORT = 10.0  # seconds of a measurement, after everything has started
 POLL = 0.02  # seconds between two looks at what the others have done
+PATIENCE = 60.0  # seconds in which a training that is asked to end does so
 
 
 @dataclass(frozen=True)
@@ -53,15 +54,27 @@ def measure(
                 raise PackingError(f"no training of {dataset} ran here: {words[-1] if words else 'it said nothing'}")
             return [_together(count, ready, jobs, folder, seconds) for count in counts]
         finally:
-            for job in jobs:
-                job.kill()
-                job.wait()
+            _end(jobs, folder)
 
 
 def _begin(dataset: Path, number: int, settings: Sequence[str], folder: Path) -> "subprocess.Popen[bytes]":
     with (folder / f"{number}.log").open("w") as log:
         words = [sys.executable, "-m", "trace_lab.packing", str(dataset), str(number), str(folder), *settings]
         return subprocess.Popen(words, stdout=log, stderr=log)
+
+
+def _end(jobs: "Sequence[subprocess.Popen[bytes]]", folder: Path) -> None:
+    """Asks them to go. Under CUDA's multi-process service one that is killed at work takes all others on the GPU with it,
+    also those of other people.
+    """
+    (folder / "end").touch()
+    begin = time.monotonic()
+    for job in jobs:
+        try:
+            job.wait(max(0.0, PATIENCE - (time.monotonic() - begin)))
+        except subprocess.TimeoutExpired:
+            job.kill()
+            job.wait()
 
 
 def _ready(jobs: "Sequence[subprocess.Popen[bytes]]", folder: Path) -> list[int]:
@@ -137,7 +150,7 @@ def _one(arguments: list[str]) -> None:
     for _ in range(3):
         training.update()
     (here / f"{number}.ready").touch()
-    while here.exists():
+    while here.exists() and not (here / "end").exists():
         for note in {each for each in here.glob("go-*") if not each.suffix} - done:
             done.add(note)
             told = json.loads(note.read_text())

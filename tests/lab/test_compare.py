@@ -303,7 +303,9 @@ def test_what_was_measured_is_used_only_on_such_a_device(tmp_path):
     assert packing.load(note, "NVIDIA H200") is None
 
 
-def test_trainings_are_measured_side_by_side(dataset):
+def test_trainings_are_measured_side_by_side(dataset, monkeypatch):
+    jobs, begin = [], packing._begin
+    monkeypatch.setattr(packing, "_begin", lambda *given: jobs.append(begin(*given)) or jobs[-1])
     small = [
         "preset=tiny",
         "episodes=1",
@@ -317,6 +319,7 @@ def test_trainings_are_measured_side_by_side(dataset):
     assert row.failed == 0
     assert row.total == pytest.approx(2 * row.each, abs=0.2)
     assert row.total > 0
+    assert [job.returncode for job in jobs] == [0, 0]  # killed at work, one would take others on the GPU with it
 
 
 def test_trainings_that_do_not_fit_are_told(tmp_path):
