@@ -2,16 +2,19 @@
 The referee watches a world through predicates; nothing it knows is shown to a policy, except the lamp it switches.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from typing import Any
+
+import numpy as np
 
 from trace_bench.world import World
 
 SURE = 0.5  # seconds for which an option must be taken before it counts as decided
 REST = 1.5  # seconds for which the robot must have been ready before a lamp lights
 GRID = 2.0  # seconds: a lamp that has missed its clock waits for the next of these
+SOON = 20  # the same in steps of the default profile
 
 
 @dataclass(frozen=True)
@@ -211,3 +214,16 @@ class Referee:
             self.record.decisions[phase].frame = steps
             world.set_lamp(phase + 1)
             self.waited = 0
+
+
+def waits(records: Sequence[Record]) -> list[tuple[bool, bool]]:
+    """Of one task's records, whoever's they are: is the delay drawn in their longest quarter, and does the first lamp
+    light in time? It lights only where robots are at rest, so whoever leaves early sees it late or never.
+    """
+    lit = [frame - each.delay for each in records if (frame := each.decisions[0].frame) is not None]
+    limit, long = min(lit, default=0) + SOON, np.quantile([each.delay for each in records], 0.75)
+    frames = [each.decisions[0].frame for each in records]
+    return [
+        (bool(each.delay > long), frame is not None and frame - each.delay <= limit)
+        for each, frame in zip(records, frames, strict=True)
+    ]

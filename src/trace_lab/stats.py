@@ -12,10 +12,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from trace_bench.referee import Decision, Outcome, Record
+from trace_bench.referee import Decision, Outcome, Record, waits
 from trace_bench.registry import EVERY, TASKS
 from trace_lab.tables import DASH, Show, Table
-from trace_lab.waits import waits
 
 FILE = "evaluation.jsonl"
 RESAMPLES = 5000  # the error of a standard error is then 1 %
