@@ -6,10 +6,17 @@ import os
 from pathlib import Path
 
 import pytest
+import torch
 from jaxtyping import install_import_hook
 
 os.environ.setdefault("MUJOCO_GL", "egl")
 install_import_hook("trace_memory", "beartype.beartype")
+
+
+@pytest.fixture(autouse=True)
+def exact():
+    """On a GPU: what a training in one test has switched on must not make another compare rounded products."""
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
 
 
 @pytest.fixture(scope="session")
