@@ -14,6 +14,7 @@ from lerobot.utils.constants import ACTION, OBS_STATE
 from torch import Tensor
 
 from lerobot_policy_trace.learning import EPISODES, Episodes
+from lerobot_policy_trace.paths import Paths
 from trace_lab.frames import FrameStore
 from trace_lab.recipe import Recipe, RecipeError
 
@@ -66,6 +67,18 @@ def resting(store: FrameStore) -> Tensor:
     for later in range(1, round(store.meta.fps) + 1):
         still &= ((action[torch.minimum(now + later, last)] - action).abs() <= near).all(1)
     return still
+
+
+def setting_off(rests: Tensor, paths: Paths, fps: float) -> Tensor:
+    """(N,): whether a frame is in the second in which the robot sets off after a rest; what it was waiting for is to be seen
+    by then. `rests` of `resting`: the last of them is a second before the first move.
+    """
+    found, owner = torch.zeros_like(rests), torch.searchsorted(paths.ends, torch.arange(len(rests)), right=True)
+    last = (rests[:-1] & ~rests[1:] & (owner[:-1] == owner[1:])).nonzero()[:, 0]
+    for later in range(round(0.9 * fps), round(2 * fps) + 1):
+        at = (last + later).clamp_max(len(rests) - 1)
+        found[at[owner[at] == owner[last]]] = True
+    return found & ~rests
 
 
 def way(store: FrameStore, rates: list[int]) -> Tensor:
@@ -157,6 +170,7 @@ class Batches:
         if recipe.branches < 1:
             self.unseen = choosing(store, max(config.action_delta_indices)).to(store.device)
         self.rests = resting(store)
+        self.starts = setting_off(self.rests, store.paths, store.meta.fps)
         self.rates = list(config.memory.rates or [])
         self.way = way(store, self.rates)
         self.weight = self._weights().cumsum(0)  # (N,): frames are drawn by these
@@ -179,7 +193,7 @@ class Batches:
         frame = torch.arange(int(paths.ends[-1]))
         owner = torch.searchsorted(paths.ends, frame, right=True)
         weight = ((frame >= paths.starts[owner]) & (frame < (paths.starts + self.usable)[owner])).double()
-        weight *= torch.where(self.rests, self.recipe.still, 1.0)
+        weight *= torch.where(self.rests, self.recipe.still, torch.where(self.starts, self.recipe.starts, 1.0))
         if self.unseen is not None and not self.whole:
             weight *= torch.where(self.unseen.cpu(), self.recipe.branches, 1.0)
         return weight

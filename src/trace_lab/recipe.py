@@ -39,6 +39,7 @@ class Recipe:
     episodes: int = 8  # episodes in a batch
     targets: int = 32  # targets of each
     still: float = 1.0  # how often a frame before a second of rest is a target, as a share of the others
+    starts: float = 1.0  # how often a frame is a target with which the robot sets off after a rest, as a multiple
     branches: float = (
         1.0  # what a frame teaches the encoder if an unseen choice follows, as a share; the suite's data only
     )
@@ -85,7 +86,7 @@ class Recipe:
                 raise RecipeError(f"{name}: got {getattr(self, name)} with the budget scan; it is for whole episodes")
         if self.borrowed and self.episodes == 1:
             raise RecipeError(f"borrowed: got {self.borrowed} with episodes=1, where nobody can lend; expected 0")
-        for name in ("lr", "backbone_lr", "memory_lr", "clip", "checkpoint"):
+        for name in ("lr", "backbone_lr", "memory_lr", "clip", "checkpoint", "starts"):
             if not getattr(self, name) > 0:
                 raise RecipeError(f"{name}: got {getattr(self, name)}, expected a positive number")
         for name in ("taught", "still"):

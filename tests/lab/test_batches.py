@@ -402,6 +402,23 @@ def test_frames_before_which_the_robot_rests_are_drawn_less_often(restful, memor
 
 
 @pytest.mark.parametrize("memory", ["trace", "none"])
+def test_frames_with_which_the_robot_sets_off_after_a_rest_are_drawn_more_often(restful, memory):
+    _, batches, before = ready(restful, "act")
+    asked = replace(batches.recipe, still=0.5, starts=4.0, memory=memory, episodes=2, targets=8)
+    drawn = Batches(restful, batches.config, before, asked, seed=3)
+    mine = drawn.starts[: restful.paths.ends[0]]
+    assert mine.nonzero()[:, 0].tolist() == list(range(28, 36))  # it moves from 30 on; the end begins with 36
+    assert not drawn.starts[restful.paths.ends[0] :].any()  # nobody rests there
+    counts = torch.zeros(2, 40)
+    for step in range(600):
+        episodes, times = drawn.targets(step)
+        counts.index_put_((episodes[:, None].expand_as(times), times), torch.ones(times.shape), accumulate=True)
+    share = counts[0] / counts[0, 20:28].mean()
+    torch.testing.assert_close(share[5:20].mean(), torch.tensor(0.5), atol=0.1, rtol=0)
+    torch.testing.assert_close(share[28:36].mean(), torch.tensor(4.0), atol=0.3, rtol=0)
+
+
+@pytest.mark.parametrize("memory", ["trace", "none"])
 def test_frames_that_the_policy_leaves_out_are_never_targets(store, memory):
     _, batches, before = ready(store, "diffusion", **{"policy.drop_n_last_frames": 7})
     dropped = batches.config.drop_n_last_frames
