@@ -14,13 +14,13 @@ from lerobot.utils.constants import ACTION, OBS_STATE
 from torch import Tensor
 
 from lerobot_policy_trace.learning import EPISODES, Episodes
-from lerobot_policy_trace.paths import Paths
 from trace_lab.frames import FrameStore
 from trace_lab.recipe import Recipe, RecipeError
 
 UNIT, SHAPES = 8, 8  # captured scans have lengths that are multiples of the first, about as many as the second
 STILL = 0.05  # standard deviations of an action that count as no movement
 TAKEN = 0.5  # seconds for which an option has been taken when the suite's sheets call it decided
+HEED = 0.9, 2.0  # seconds after the last frame of a rest: a little before the first move, and a second after it
 TINY = 1e-9  # a way that is none
 POOL = 8  # batches whose episodes are sorted by length together, so that a batch holds episodes of similar length
 
@@ -69,13 +69,14 @@ def resting(store: FrameStore) -> Tensor:
     return still
 
 
-def setting_off(rests: Tensor, paths: Paths, fps: float) -> Tensor:
-    """(N,): whether a frame is in the second in which the robot sets off after a rest; what it was waiting for is to be seen
-    by then. `rests` of `resting`: the last of them is a second before the first move.
+def setting_off(store: FrameStore, rests: Tensor) -> Tensor:
+    """(N,) on the CPU: whether the robot sets off with a frame after a rest; what it was waiting for is to be seen by then.
+    The last frame that `resting` has found is a second before the first move.
     """
-    found, owner = torch.zeros_like(rests), torch.searchsorted(paths.ends, torch.arange(len(rests)), right=True)
+    found, owner = torch.zeros_like(rests), torch.searchsorted(store.paths.ends, torch.arange(len(rests)), right=True)
     last = (rests[:-1] & ~rests[1:] & (owner[:-1] == owner[1:])).nonzero()[:, 0]
-    for later in range(round(0.9 * fps), round(2 * fps) + 1):
+    begin, end = (round(seconds * store.meta.fps) for seconds in HEED)
+    for later in range(begin, end + 1):
         at = (last + later).clamp_max(len(rests) - 1)
         found[at[owner[at] == owner[last]]] = True
     return found & ~rests
@@ -170,7 +171,7 @@ class Batches:
         if recipe.branches < 1:
             self.unseen = choosing(store, max(config.action_delta_indices)).to(store.device)
         self.rests = resting(store)
-        self.starts = setting_off(self.rests, store.paths, store.meta.fps)
+        self.starts = setting_off(store, self.rests)
         self.rates = list(config.memory.rates or [])
         self.way = way(store, self.rates)
         self.weight = self._weights().cumsum(0)  # (N,): frames are drawn by these

@@ -371,6 +371,7 @@ def test_too_large_a_batch_says_what_to_do(data, tmp_path, monkeypatch):
         (["--set", "lrr=1"], "option: there is no 'lrr'; did you mean 'lr'?"),
         (["--set", "lr"], "--set: got 'lr', expected NAME=VALUE"),
         (["--set", "lr=-1"], "lr: got -1.0, expected a positive number"),
+        (["--set", "starts=0"], "starts: got 0.0, expected a positive number"),
         (["--set", "episodes=2.5"], "episodes: got 2.5, expected int"),
         (["--set", "episodes=many"], "episodes: got 'many', expected int"),
         (["--set", "policy.chunk=3"], "act with memory trace: "),
