@@ -17,6 +17,8 @@ DRIVE_SPEED, TURN_SPEED, DRIVE_PUSH = 0.55, 1.0, 1.6  # m/s, rad/s, m/s^2
 CLEARANCE = 0.12  # how far above a thing a hand begins and ends, metres
 PAUSE, DETOUR, FUMBLE = 0.12, 0.35, 0.06  # how often, for each motion or grasp
 REACTION = (0.2, 0.5)  # seconds from a lamp to the first move
+ASIDE, BRISK = 0.15, (0.85, 1.2)  # how far beside the straight way one drives, metres; how fast, as a share
+NEARBY, ASKANCE = 0.10, 0.15  # how far from a place one stands, in x and in y, metres; turned by, rad
 
 
 class Expert:
@@ -26,7 +28,7 @@ class Expert:
         self.world, self.episode, self.rate = world, episode, rate
         self.tempo = pace * episode.rng("tempo").uniform(0.88, 1.18)
         self.command = ready_posture().copy()
-        self.goal = world.base  # where the base is wanted: x, y, yaw
+        self.goal, self.brisk = world.base, 1.0  # where the base is wanted: x, y, yaw; and how soon
         self.section("begin")
 
     def section(self, name: str) -> None:
@@ -43,7 +45,8 @@ class Expert:
             turn = self.goal[2] - yaw  # not wrapped: half a turn must not depend on rounding
             cos, sin = np.cos(yaw), np.sin(yaw)
             wanted = 5.0 * np.array([cos * dx + sin * dy, -sin * dx + cos * dy, turn])
-            top, push = np.array([DRIVE_SPEED, DRIVE_SPEED, TURN_SPEED]) / self.tempo, DRIVE_PUSH / self.rate
+            top = np.array([DRIVE_SPEED, DRIVE_SPEED, TURN_SPEED]) * self.brisk / self.tempo
+            push = DRIVE_PUSH / self.rate
             wanted *= min(1.0, *(top / np.maximum(np.abs(wanted), 1e-9)))  # slower, in the same direction
             self.command[BASE] += np.clip(wanted - self.command[BASE], -push, push)
         return self.command.copy()
@@ -146,9 +149,22 @@ class Expert:
         """Brings hands back to their ready points, empty or not."""
         yield from self.move({hand: pose(READY[hand]) for hand in hands or HANDS})
 
+    def near(self, x: float, y: float, yaw: float) -> Vector:
+        """Somewhere near a place, turned a little."""
+        return np.array([x, y, yaw]) + self.rng.uniform(-1, 1, size=3) * (NEARBY, NEARBY, ASKANCE)
+
     def drive(self, x: float, y: float, yaw: float, tolerance: float = 0.02) -> Iterator[Vector]:
-        """Drives the base to a place and slows down there; it goes on correcting afterwards."""
-        self.goal = np.array([x, y, yaw])
+        """Drives the base to a place and slows down there; it goes on correcting afterwards. Nobody drives straight: one
+        comes off to a side, notices half way, and makes up for it.
+        """
+        begin, end = self.world.base, np.array([x, y, yaw])
+        way, far = end[:2] - begin[:2], float(np.hypot(*(end - begin)[:2]))
+        aside, self.brisk = self.rng.uniform(-1, 1) * min(ASIDE, 0.3 * far), self.rng.uniform(*BRISK)
+        if far > 0.25 and abs(end[2] - begin[2]) < 1.0:
+            off = aside / far * np.array([-way[1], way[0]])
+            self.goal = np.array([*(begin[:2] + 0.8 * way + off), yaw])
+            yield from self.until(lambda: float((self.world.base - begin)[:2] @ way) > 0.45 * far**2)
+        self.goal = end
 
         def there() -> bool:
             error = self.goal - self.world.base
