@@ -149,9 +149,10 @@ class Expert:
         """Brings hands back to their ready points, empty or not."""
         yield from self.move({hand: pose(READY[hand]) for hand in hands or HANDS})
 
-    def near(self, x: float, y: float, yaw: float) -> Vector:
+    def near(self, x: float, y: float, yaw: float) -> tuple[float, float, float]:
         """Somewhere near a place, turned a little."""
-        return np.array([x, y, yaw]) + self.rng.uniform(-1, 1, size=3) * (NEARBY, NEARBY, ASKANCE)
+        right, ahead, turn = self.rng.uniform(-1, 1, size=3)
+        return x + NEARBY * right, y + NEARBY * ahead, yaw + ASKANCE * turn
 
     def drive(self, x: float, y: float, yaw: float, tolerance: float = 0.02) -> Iterator[Vector]:
         """Drives the base to a place and slows down there; it goes on correcting afterwards. Nobody drives straight: one
