@@ -8,6 +8,7 @@ here nobody without a memory can be expected to reach from pictures. docs/decisi
 import argparse
 import json
 from collections import Counter
+from typing import Any
 
 import numpy as np
 import torch
@@ -93,9 +94,9 @@ class Imitator(nn.Module):
         return loss.item()
 
     @torch.no_grad()
-    def play(self, env: BenchEnv, seed: int, blind: int, *, cue: bool) -> dict[str, object]:
-        """The score sheet of one episode, with `blind` actions between two looks."""
-        env.reset(seed=seed)
+    def play(self, env: BenchEnv, seed: int, blind: int, *, cue: bool, asked: int | None = None) -> dict[str, Any]:
+        """The score sheet of one episode, with `blind` actions between two looks and the seed's cue or the one asked for."""
+        env.reset(seed=seed, options=None if asked is None else {"cue": asked})
         queue: list[NDArray[np.float32]] = []
         while True:
             if not queue:
@@ -103,7 +104,7 @@ class Imitator(nn.Module):
                 queue = list(actions.numpy())
             _, _, terminated, truncated, info = env.step(queue.pop(0))
             if terminated or truncated:
-                sheet: dict[str, object] = json.loads(info["scoring"]["record"])
+                sheet: dict[str, Any] = json.loads(info["scoring"]["record"])
                 return sheet
 
 
@@ -115,7 +116,7 @@ def main() -> None:
     options.add_argument("--updates", type=int, default=3000)
     options.add_argument("--episodes", type=int, default=12, help="held-out ones to play")
     options.add_argument("--blind", type=int, nargs="+", default=[5, 10, 20], help="actions between two looks")
-    options.add_argument("--guess", action="store_true", help="without the cue")
+    options.add_argument("--guess", action="store_true", help="without the cue; does its choice change with it?")
     given = options.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -126,9 +127,16 @@ def main() -> None:
     env = make(given.task, split="heldout", cameras=())
     for blind in given.blind:
         sheets = [network.play(env, seed, blind, cue=cue) for seed in range(given.episodes)]
-        mean = 100 * float(np.mean([sheet["progress"] for sheet in sheets]))  # type: ignore[arg-type]
+        mean = 100 * float(np.mean([sheet["progress"] for sheet in sheets]))
         outcomes = dict(Counter(str(sheet["outcome"]) for sheet in sheets))
         print(f"{given.task}, error {error:.3f}, {blind} actions between looks: progress {mean:.1f} %, {outcomes}")
+        if given.guess:  # the same scene with every cue: who chooses alike cannot know
+            cues, made = range(len(env.bench.cues)), []
+            for seed in range(given.episodes):
+                scene = [network.play(env, seed, blind, cue=cue, asked=each) for each in cues]
+                made.append([sheet["decisions"][0]["choice"] for sheet in scene])
+            alike = [len(set(choices)) == 1 for choices in made if None not in choices]
+            print(f"the same first choice whatever the cue: {sum(alike)} of {len(alike)} scenes")
 
 
 if __name__ == "__main__":

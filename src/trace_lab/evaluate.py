@@ -33,6 +33,7 @@ POLICIES = ("act", "diffusion", "trace_act", "trace_diffusion")
 FILES = ("config.json", "model.safetensors", "policy_preprocessor.json", "policy_postprocessor.json")
 SETTINGS, RESULTS = "evaluation.json", "evaluation.jsonl"
 ENV = ("split", "profile", "delay", "limit", "size", "cameras")
+OPTIONS = ("split", "profile", "delay", "limit", "actions", "draws", "first_seed", "episodes")
 Fields = dict[str, Any]  # of json
 
 
@@ -95,6 +96,22 @@ def pilot(folder: Path, config: Any, seed: int) -> Pilot:
         pipelines = make_pre_post_processors(config, pretrained_path=str(folder), preprocessor_overrides=device)
     torch.manual_seed(seed)
     return Pilot(policy, *pipelines)
+
+
+def pace(config: Any, actions: int | None, draws: int | None) -> None:
+    """Lets a policy look after so many actions and draw them in so many steps, in place of its own numbers."""
+    diffusion = config.type.endswith("diffusion")
+    most = config.horizon - config.n_obs_steps + 1 if diffusion else config.chunk_size
+    if not diffusion and config.temporal_ensemble_coeff is not None:
+        most = 1  # it looks at every step
+    if actions is not None and not 1 <= actions <= most:
+        raise UsageError(f"--actions: got {actions}, expected 1 to {most}, which is as far as the policy can go")
+    if draws is not None and not (diffusion and 1 <= draws <= config.num_train_timesteps):
+        most = f"1 to {config.num_train_timesteps}" if diffusion else "none: only Diffusion Policy draws actions"
+        raise UsageError(f"--draws: got {draws}, expected {most}")
+    config.n_action_steps = actions or config.n_action_steps
+    if draws is not None:
+        config.num_inference_steps = draws
 
 
 def settle(folder: Path, config: Any, task: str, seed: int | None, size: int | None, **options: Any) -> Fields:
@@ -238,6 +255,8 @@ def evaluate(
     profile: Literal["default", "paper"] = "default",
     delay: int | None = None,
     limit: int | None = None,
+    actions: int | None = None,
+    draws: int | None = None,
     rows: int | Literal["auto"] = "auto",
     workers: int | Literal["auto"] = "auto",
     videos: int = 0,
@@ -260,6 +279,8 @@ def evaluate(
         profile: default is 10 control steps a second; paper has the paper's rate and horizons.
         delay: least number of control steps between cue and branch; the profile's if not said.
         limit: control steps after which an episode is stopped; the task's own if not said.
+        actions: how many the policy does from one look to the next; its own number (n_action_steps) if not said.
+        draws: steps in which Diffusion Policy draws its actions; its own number (num_inference_steps) if not said.
         rows: episodes played at once; auto is up to 32.
         workers: processes that simulate; auto is one for each core.
         videos: how many episodes to film, from the first on.
@@ -281,7 +302,8 @@ def evaluate(
             raise UsageError(f"--out: say where to write, because {checkpoint} is in no run")
         place = out or Path(run or "", "evaluation", name)
         config = configuration(folder, device)
-        options = {each: asked[each] for each in ("split", "profile", "delay", "limit", "first_seed", "episodes")}
+        pace(config, actions, draws)
+        options = {each: asked[each] for each in OPTIONS}
         settings = settle(folder, config, name, notes.get("seed"), size, **options)
         check(place, settings)
         with opened(place) as file:

@@ -212,6 +212,22 @@ def test_diffusion(kind, runs, tmp_path):
     assert {(line["policy"], line["memory"], line["steps"]) for line in lines(tmp_path)} == {("diffusion", memory, 5)}
 
 
+@pytest.mark.parametrize(("actions", "looks"), [(None, 2), (1, 5), (5, 1)])
+def test_a_policy_looks_and_draws_as_asked(actions, looks, runs):
+    """Five steps, of a policy that looks after three actions and draws them in two steps."""
+    folder, _ = command.find(runs("trace_diffusion"))
+    config = command.configuration(folder, "cpu")
+    command.pace(config, actions, 1 if actions else None)
+    crew, drawn = command.pilot(folder, config, 0), []
+    policy = crew.policy
+    assert policy.diffusion.num_inference_steps == (1 if actions else 2)
+    real = policy.diffusion.generate_actions
+    policy.diffusion.generate_actions = lambda *a, **k: drawn.append(1) or real(*a, **k)
+    with Rows(partial(make, "Cable", size=64, limit=5), 1, 1) as rows:
+        assert len([*play(rows, crew, [Begin(0)], Meter())]) > 0
+    assert len(drawn) == looks
+
+
 # -- going on -------------------------------------------------------------------------------------------------------------
 
 
@@ -246,6 +262,7 @@ def test_other_settings_are_refused(five, runs, tmp_path, capsys):
         (["--split", "train"], "split: found 'heldout', asked for 'train'"),
         (["--first-seed", "7"], "first_seed: found 0, asked for 7"),
         (["--delay", "9"], "delay: found 60, asked for 9"),
+        (["--actions", "2"], "actions: found None, asked for 2"),
     ):
         assert main(words(other, out, 5, *options)) == 1
         assert difference in capsys.readouterr().err
@@ -560,6 +577,8 @@ def test_a_row_that_stands_still_may_answer_nonsense():
         ),
         (["--task", "cable", "--out", "{out}", "--delay", "-1"], "delay: got -1, expected 0 or more"),
         (["--task", "cable", "--out", "{out}", "--limit", "0"], "limit: got 0, expected 1 or more"),
+        (["--task", "cable", "--out", "{out}", "--actions", "9"], "--actions: got 9, expected 1 to 8"),
+        (["--task", "cable", "--out", "{out}", "--draws", "2"], "--draws: got 2, expected none: only Diffusion"),
         (["--task", "cable", "--episodes", "0"], "--episodes: got 0, expected 1 or more"),
         (["--task", "cable", "--first-seed", "-1"], "--first-seed: got -1, expected 0 or more"),
         (["--task", "cable", "--rows", "0"], "--rows: got 0, expected 1 or more"),
