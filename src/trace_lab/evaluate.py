@@ -33,7 +33,7 @@ POLICIES = ("act", "diffusion", "trace_act", "trace_diffusion")
 FILES = ("config.json", "model.safetensors", "policy_preprocessor.json", "policy_postprocessor.json")
 SETTINGS, RESULTS = "evaluation.json", "evaluation.jsonl"
 ENV = ("split", "profile", "delay", "limit", "size", "cameras")
-OPTIONS = ("split", "profile", "delay", "limit", "actions", "draws", "first_seed", "episodes")
+OPTIONS = ("split", "profile", "delay", "limit", "cue", "actions", "draws", "first_seed", "episodes")
 Fields = dict[str, Any]  # of json
 
 
@@ -190,7 +190,7 @@ def missing(out: Path, settings: Fields, videos: int) -> list[Begin]:
         stem = out / "videos" / f"{settings['task']}-{seed}"
         film = stem if seed < first + videos and not [*stem.parent.glob(f"{stem.name}-*.mp4")] else None
         if film or seed not in done:
-            found.append(Begin(seed, film))
+            found.append(Begin(seed, film, settings["cue"]))
     return found
 
 
@@ -255,6 +255,7 @@ def evaluate(
     profile: Literal["default", "paper"] = "default",
     delay: int | None = None,
     limit: int | None = None,
+    cue: int | None = None,
     actions: int | None = None,
     draws: int | None = None,
     rows: int | Literal["auto"] = "auto",
@@ -279,6 +280,8 @@ def evaluate(
         profile: default is 10 control steps a second; paper has the paper's rate and horizons.
         delay: least number of control steps between cue and branch; the profile's if not said.
         limit: control steps after which an episode is stopped; the task's own if not said.
+        cue: every episode has this one, counted from 0, in place of its seed's. With each of them in turn (and a folder for
+            each, --out) it shows whether the choice in a scene changes with the cue at all.
         actions: how many the policy does from one look to the next; its own number (n_action_steps) if not said.
         draws: steps in which Diffusion Policy draws its actions; its own number (num_inference_steps) if not said.
         rows: episodes played at once; auto is up to 32.
@@ -297,7 +300,9 @@ def evaluate(
         notes = json.loads((run / "run.json").read_text()) if run and (run / "run.json").exists() else {}
         if not (task := task or notes.get("task")):
             raise UsageError(f"--task: say which one, because {checkpoint} is in no run whose run.json tells its task")
-        name = load(task).name
+        name, cues = load(task).name, load(task).cues
+        if cue is not None and not 0 <= cue < len(cues):
+            raise UsageError(f"--cue: got {cue}, expected 0 to {len(cues) - 1} ({', '.join(cues)})")
         if out is None and run is None:
             raise UsageError(f"--out: say where to write, because {checkpoint} is in no run")
         place = out or Path(run or "", "evaluation", name)

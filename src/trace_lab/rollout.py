@@ -39,10 +39,13 @@ class PolicyError(Exception):
 
 
 class Begin(NamedTuple):
-    """The command to begin an episode. A film is named after the path given here, its outcome and `.mp4`."""
+    """The command to begin an episode, with the seed's cue or another. A film is named after the path given here, its
+    outcome and `.mp4`.
+    """
 
     seed: int
     film: Path | None = None
+    cue: int | None = None
 
 
 Command = NDArray[np.float32] | Begin | None  # an action; a new episode; stand still
@@ -85,7 +88,8 @@ class Row:
         if command is None:
             return None, ""
         if isinstance(command, Begin):
-            observation, info = self.env.reset(seed=command.seed)
+            cue = {} if command.cue is None else {"cue": command.cue}
+            observation, info = self.env.reset(seed=command.seed, options=cue)
             self.film = None if command.film is None else Film(command.film, self.env.profile.rate)
         else:
             observation, _, _, _, info = self.env.step(command)

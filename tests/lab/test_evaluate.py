@@ -212,6 +212,15 @@ def test_diffusion(kind, runs, tmp_path):
     assert {(line["policy"], line["memory"], line["steps"]) for line in lines(tmp_path)} == {("diffusion", memory, 5)}
 
 
+def test_every_episode_has_the_cue_that_was_asked_for(five, runs, tmp_path):
+    assert {line["cue"] for line in lines(five)} == {0, 1}
+    for cue in (0, 1):
+        out = tmp_path / str(cue)
+        assert main(words(runs("trace_act"), out, 3, "--cue", str(cue))) == 0
+        assert [(line["cue"], line["decisions"][0]["answer"]) for line in lines(out)] == [(cue, cue)] * 3
+        assert json.loads((out / "evaluation.json").read_text())["settings"]["cue"] == cue
+
+
 @pytest.mark.parametrize(("actions", "looks"), [(None, 2), (1, 5), (5, 1)])
 def test_a_policy_looks_and_draws_as_asked(actions, looks, runs):
     """Five steps, of a policy that looks after three actions and draws them in two steps."""
@@ -577,6 +586,7 @@ def test_a_row_that_stands_still_may_answer_nonsense():
         ),
         (["--task", "cable", "--out", "{out}", "--delay", "-1"], "delay: got -1, expected 0 or more"),
         (["--task", "cable", "--out", "{out}", "--limit", "0"], "limit: got 0, expected 1 or more"),
+        (["--task", "cable", "--out", "{out}", "--cue", "2"], "--cue: got 2, expected 0 to 1 ("),
         (["--task", "cable", "--out", "{out}", "--actions", "9"], "--actions: got 9, expected 1 to 8"),
         (["--task", "cable", "--out", "{out}", "--draws", "2"], "--draws: got 2, expected none: only Diffusion"),
         (["--task", "cable", "--episodes", "0"], "--episodes: got 0, expected 1 or more"),
