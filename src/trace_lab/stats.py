@@ -1,5 +1,6 @@
 """From rollout lines (`evaluation.jsonl`) to numbers and tables: progress with bootstrap errors, averages without one
-task, failures, branch accuracy, waits. It only reads; it runs no rollout, writes no file and imports no learning library.
+task, failures, branch accuracy, waits, cues. It only reads; it runs no rollout, writes no file and imports no learning
+library.
 """
 
 import json
@@ -286,6 +287,27 @@ def _waits(rollouts: Sequence[Rollout], methods: Iterable[Method], met: Sequence
     return Table(title, {"Method": str, "Task": str, **shows, **counts}, rows)
 
 
+def _cues(keys: Iterable[tuple[Method, str]], rollouts: Sequence[Rollout]) -> Table | None:
+    """Of scenes that were played with every cue. Who chooses alike in them does not know the cue; None without such."""
+    rows: list[tuple[Any, ...]] = []
+    for method, task in keys:
+        scenes: dict[tuple[int, int, int], dict[int, Decision]] = {}
+        for each in rollouts:
+            if (each.method, (record := each.record).task) == (method, task):
+                scene = scenes.setdefault((each.training_seed, record.seed, record.delay), {})
+                scene[record.cue] = record.decisions[0]
+        every = {cue for scene in scenes.values() for cue in scene}
+        made = [list(scene.values()) for scene in scenes.values() if len(every) > 1 and scene.keys() == every]
+        whole = [scene for scene in made if all(first.choice is not None for first in scene)]
+        if made:
+            alike = share(len({first.choice for first in scene}) == 1 for scene in whole)
+            right = share(all(first.correct for first in scene) for scene in whole)
+            rows.append((NAMES[method], task, share(scene in whole for scene in made), alike, right))
+    names = ("A choice with every cue", "the same whatever the cue", "right with every cue")
+    title = "Scenes played with every cue: does the first choice change with it?"
+    return Table(title, {"Method": str, "Task": str} | dict.fromkeys(names, COUNTED_OF), rows) if rows else None
+
+
 def chance(records: Iterable[Record]) -> float | None:
     """Percentage of one task's branches that a guess gets right: one of the answers met. None if only one was met."""
     answers = {decision.answer for each in records for decision in each.decisions}
@@ -382,6 +404,8 @@ def report(reading: Reading, reference: Method | None = None) -> dict[str, Table
         "branches": Table("Branch accuracy (%) with Wilson 95 % intervals", rates, branched),
         "waits": _waits(rollouts, methods, met, tasks),
     }
+    if (cues := _cues(keys, rollouts)) is not None:
+        tables["cues"] = cues
     sizes = _span(len(sample) for own in methods.values() for seeds in own.values() for sample in seeds.values())
     trained = _span(len({seed for seeds in own.values() for seed in seeds}) for own in methods.values())
     caption = (

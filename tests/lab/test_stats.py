@@ -329,6 +329,25 @@ def test_waits_tell_who_does_not_wait_for_the_lamp():
     assert progress == [("all", 50.0, 50.0), ("Tool", 100.0, 100.0), ("Cable", 0.0, 0.0)]
 
 
+def test_who_chooses_alike_whatever_the_cue_does_not_know_it():
+    def chose(method, *scenes):  # for each scene the choice with each cue
+        return [
+            Rollout(
+                method, 0, Record("Cable", seed, "heldout", cue, 60, {"a": 1}, [Decision("first", cue, 40, 50, choice)])
+            )
+            for seed, choices in enumerate(scenes)
+            for cue, choice in enumerate(choices)
+        ]
+
+    guesses = chose(ACT, (1, 1), (0, 0), (1, None), (0, 1), (1,))  # the last one was not played with every cue
+    knows = chose(TRACE, (0, 1), (0, 1), (1, 1))
+    found = table_of([*guesses, *knows], "cues")
+    names = ("A choice with every cue", "the same whatever the cue", "right with every cue")
+    counts = {who: [(each[name]["count"], each[name]["of"]) for name in names] for who, each in found.items()}
+    assert counts == {"ACT": [(3, 4), (2, 3), (1, 3)], "TRACE Regression": [(3, 3), (1, 3), (2, 3)]}
+    assert "cues" not in stats.report(Reading(tuple(guesses[::2])))
+
+
 def test_failures_are_counted_for_each_task():
     rollouts = (
         played(ACT, "Tool", [4, 4, 4], outcome=Outcome.SUCCESS)
