@@ -21,7 +21,7 @@ from rich.markdown import Markdown
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 from trace_bench.registry import TASKS, VERSIONS, UnknownTaskError, load
-from trace_lab import packing, stats
+from trace_lab import lines, packing, stats
 from trace_lab.collect import EPISODES, tell
 from trace_lab.dataset import write_json
 from trace_lab.recipe import POLICIES, Recipe, RecipeError, known, parse, recipe
@@ -299,7 +299,7 @@ def check_folder(plan: Plan) -> None:
 
 def tables(out: Path, console: Console) -> dict[str, Any]:
     """Tables of all rollouts there are, as files and on the screen."""
-    if not (reading := stats.read(out)).rollouts:
+    if not (reading := lines.read(out)).rollouts:
         return {}
     made = stats.report(reading)
     (out / "tables.md").write_text(markdown(made))
@@ -388,7 +388,7 @@ def compare(
         with Here(count, share) if runner == "here" else OnRay(count, share, address) as at_work:
             failed = work(steps, at_work, out, console)
         found = tables(out, console)
-    except (RecipeError, UnknownTaskError, CompareError, RunError, packing.PackingError, stats.LineError) as error:
+    except (RecipeError, UnknownTaskError, CompareError, RunError, packing.PackingError, lines.LineError) as error:
         print(f"tracemem compare: {error}", file=sys.stderr)  # noqa: T201
         return 2
     except KeyboardInterrupt:

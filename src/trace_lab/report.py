@@ -14,6 +14,7 @@ from rich.console import Console
 
 from trace_lab import stats
 from trace_lab.dataset import write_json
+from trace_lab.lines import LineError, read
 from trace_lab.tables import Table, markdown
 
 BEGIN, END = "<!-- tracemem report {} -->", "<!-- end of report -->"
@@ -33,7 +34,7 @@ def tables(folder: Path) -> dict[str, Table]:
     """All tables of the results in a folder."""
     if not folder.is_dir():
         raise ReportError(f"{folder}: no such folder of results")
-    return stats.report(stats.read(folder))
+    return stats.report(read(folder))
 
 
 def filled(page: str, where: str, root: Path) -> str:
@@ -178,7 +179,7 @@ def report(
             draw(each, folder / "branches.png")
         for page in stale:
             console.print(f"{page}: tables made anew", highlight=False, soft_wrap=True)
-    except (ReportError, stats.LineError, OSError, json.JSONDecodeError) as error:
+    except (ReportError, LineError, OSError, json.JSONDecodeError) as error:
         print(f"tracemem report: {error}", file=sys.stderr)  # noqa: T201
         return 1
     return 0

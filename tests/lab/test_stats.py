@@ -12,8 +12,9 @@ import pytest
 
 from trace_bench.referee import Decision, Outcome, Record
 from trace_bench.registry import TASKS
-from trace_lab import stats, tables
-from trace_lab.stats import Estimate, LineError, Reading, Rollout
+from trace_lab import lines, stats, tables
+from trace_lab.lines import LineError, Reading, Rollout
+from trace_lab.stats import Estimate
 from trace_lab.tables import DASH
 
 ACT, DIFFUSION = ("act", "none"), ("diffusion", "none")
@@ -72,7 +73,7 @@ def table_of(rollouts, key, **named) -> dict[str, dict]:
 
 def test_a_line_is_the_record_that_was_written(tmp_path):
     file = write(tmp_path / "evaluation.jsonl", row(checkpoint_step=200))
-    reading = stats.read(file)
+    reading = lines.read(file)
     assert reading.notes == ()
     (found,) = reading.rollouts
     assert found.method == TRACE
@@ -85,23 +86,23 @@ def test_folders_are_searched_and_no_file_counts_twice(tmp_path):
     for seed in range(3):
         write(tmp_path / f"runs/{seed}/deep/evaluation.jsonl", row(training_seed=seed))
     write(tmp_path / "runs/other.jsonl", row(training_seed=9))
-    reading = stats.read(tmp_path, tmp_path / "runs/1", tmp_path / "runs/1/deep/evaluation.jsonl")
+    reading = lines.read(tmp_path, tmp_path / "runs/1", tmp_path / "runs/1/deep/evaluation.jsonl")
     assert [each.training_seed for each in reading.rollouts] == [0, 1, 2]
 
 
 def test_nothing_found_is_an_error(tmp_path):
     with pytest.raises(LineError, match=r"folder without rollouts, expected evaluation.jsonl"):
-        stats.read(tmp_path)
+        lines.read(tmp_path)
     with pytest.raises(FileNotFoundError, match="absent"):
-        stats.read(tmp_path / "absent.jsonl")
+        lines.read(tmp_path / "absent.jsonl")
     with pytest.raises(ValueError, match="expected some"):
-        stats.report(stats.read(write(tmp_path / "evaluation.jsonl")))
+        stats.report(lines.read(write(tmp_path / "evaluation.jsonl")))
 
 
 @pytest.mark.parametrize("end", ['{"task": "To', '{"task": "Tool", "seed": 3}'[:-1], "\x00\x00\x00"])
 def test_torn_last_line_is_left_out_with_a_note(tmp_path, end):
     file = write(tmp_path / "evaluation.jsonl", row(), row(seed=4), end=end)
-    reading = stats.read(file)
+    reading = lines.read(file)
     assert len(reading.rollouts) == 2
     (note,) = reading.notes
     assert note.startswith(f"{file}:3: torn last line left out ({len(end)} bytes)")
@@ -111,14 +112,14 @@ def test_torn_last_line_is_left_out_with_a_note(tmp_path, end):
 
 def test_whole_last_line_without_newline_counts(tmp_path):
     file = write(tmp_path / "evaluation.jsonl", row(), end=json.dumps(row(seed=4)))
-    assert len(stats.read(file).rollouts) == 2
-    assert stats.read(file).notes == ()
+    assert len(lines.read(file).rollouts) == 2
+    assert lines.read(file).notes == ()
 
 
 def test_torn_line_in_the_middle_is_an_error(tmp_path):
     file = write(tmp_path / "evaluation.jsonl", row(), end='{"task": "To\n' + json.dumps(row(seed=4)) + "\n")
     with pytest.raises(LineError, match=r"evaluation.jsonl:2: got .*task.*, expected one JSON object a line"):
-        stats.read(file)
+        lines.read(file)
 
 
 DECISION = row()["decisions"][0]
@@ -156,7 +157,7 @@ DECISION = row()["decisions"][0]
 def test_bad_fields_are_named(tmp_path, changes, message):
     file = write(tmp_path / "evaluation.jsonl", row(seed=0), row(**changes))
     with pytest.raises(LineError, match=r"evaluation.jsonl:2: " + message):
-        stats.read(file)
+        lines.read(file)
 
 
 @pytest.mark.parametrize("name", [*row()])
@@ -164,19 +165,19 @@ def test_missing_fields_are_named(tmp_path, name):
     line = row()
     del line[name]
     with pytest.raises(LineError, match=rf"evaluation.jsonl:1: {name}: got nothing, expected"):
-        stats.read(write(tmp_path / "evaluation.jsonl", line))
+        lines.read(write(tmp_path / "evaluation.jsonl", line))
 
 
 def test_a_line_that_is_no_object(tmp_path):
     with pytest.raises(LineError, match=r":1: got \[1\], expected an object with policy, memory"):
-        stats.read(write(tmp_path / "evaluation.jsonl", [1]))
+        lines.read(write(tmp_path / "evaluation.jsonl", [1]))
 
 
 def test_the_same_rollout_twice_is_an_error(tmp_path):
     write(tmp_path / "a/evaluation.jsonl", row())
     write(tmp_path / "b/evaluation.jsonl", row(training_seed=1), row(cue=0), row(memory="gru"), row(seed=4), row())
     with pytest.raises(LineError, match=r"b/evaluation.jsonl:5: seed: got the episode of .*a/evaluation.jsonl:1 again"):
-        stats.read(tmp_path)
+        lines.read(tmp_path)
 
 
 # -- numbers --------------------------------------------------------------------------------------------------------
@@ -492,8 +493,8 @@ def test_one_task_alone():
 def test_every_memory_has_a_name_and_rows_keep_their_order():
     from trace_memory.config import MEMORIES
 
-    assert set(stats.NAMES) == {(policy, memory) for policy in ("act", "diffusion") for memory in MEMORIES}
-    rollouts = [each for method in reversed(stats.NAMES) for each in played(method, "Cable", [1, 1])]
+    assert set(lines.NAMES) == {(policy, memory) for policy in ("act", "diffusion") for memory in MEMORIES}
+    rollouts = [each for method in reversed(lines.NAMES) for each in played(method, "Cable", [1, 1])]
     names = [*table_of(rollouts, "main")]
     assert names[:6] == [
         "ACT",
