@@ -156,14 +156,16 @@ class Expert:
 
     def drive(self, x: float, y: float, yaw: float, tolerance: float = 0.02) -> Iterator[Vector]:
         """Drives the base to a place and slows down there; it goes on correcting afterwards. Nobody drives straight: one
-        comes off to a side, notices half way, and makes up for it.
+        comes off to a side, notices half way, and makes up for it; not on a short way, nor where the way is a turn.
         """
         begin, end = self.world.base, np.array([x, y, yaw])
         way, far = end[:2] - begin[:2], float(np.hypot(*(end - begin)[:2]))
         aside, self.brisk = self.rng.uniform(-1, 1) * min(ASIDE, 0.3 * far), self.rng.uniform(*BRISK)
-        if far > 0.25 and abs(end[2] - begin[2]) < 1.0:
+        if far > 0.25 and abs(end[2] - begin[2]) < 1.0:  # metres, rad
             off = aside / far * np.array([-way[1], way[0]])
-            self.goal = np.array([*(begin[:2] + 0.8 * way + off), yaw])
+            self.goal = np.array(
+                [*(begin[:2] + 0.8 * way + off), yaw]
+            )  # beyond where it is noticed: no slowing down there
             yield from self.until(lambda: float((self.world.base - begin)[:2] @ way) > 0.45 * far**2)
         self.goal = end
 

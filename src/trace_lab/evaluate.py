@@ -101,16 +101,18 @@ def pilot(folder: Path, config: Any, seed: int) -> Pilot:
 def pace(config: Any, actions: int | None, draws: int | None) -> None:
     """Lets a policy look after so many actions and draw them in so many steps, in place of its own numbers."""
     diffusion = config.type.endswith("diffusion")
-    most = config.horizon - config.n_obs_steps + 1 if diffusion else config.chunk_size
-    if not diffusion and config.temporal_ensemble_coeff is not None:
-        most = 1  # it looks at every step
-    if actions is not None and not 1 <= actions <= most:
-        raise UsageError(f"--actions: got {actions}, expected 1 to {most}, which is as far as the policy can go")
-    if draws is not None and not (diffusion and 1 <= draws <= config.num_train_timesteps):
-        most = f"1 to {config.num_train_timesteps}" if diffusion else "none: only Diffusion Policy draws actions"
-        raise UsageError(f"--draws: got {draws}, expected {most}")
-    config.n_action_steps = actions or config.n_action_steps
+    if actions is not None:
+        most = config.horizon - config.n_obs_steps + 1 if diffusion else config.chunk_size
+        if not diffusion and config.temporal_ensemble_coeff is not None:
+            most = 1  # it looks at every step
+        if not 1 <= actions <= most:
+            raise UsageError(f"--actions: got {actions}, expected 1 to {most}, which is as far as the policy can go")
+        config.n_action_steps = actions
     if draws is not None:
+        if not diffusion:
+            raise UsageError(f"--draws: got {draws}, expected none: only Diffusion Policy draws actions")
+        if not 1 <= draws <= config.num_train_timesteps:
+            raise UsageError(f"--draws: got {draws}, expected 1 to {config.num_train_timesteps}")
         config.num_inference_steps = draws
 
 

@@ -12,10 +12,11 @@ from gymnasium.utils.env_checker import check_env
 
 import trace_bench
 from trace_bench.env import LONGEST, WAIT, ActionError, BenchEnv, OptionError, make
-from trace_bench.expert import Expert
+from trace_bench.expert import ASIDE, ASKANCE, NEARBY, Expert
 from trace_bench.referee import Outcome
 from trace_bench.registry import EVERY, VERSIONS, UnknownTaskError
 from trace_bench.robot import CAMERAS, CHANNELS, HIGH, LOW
+from trace_bench.tasks.book import HUB, TURNED
 from trace_bench.world import RenderError
 
 SHAPE = {"Tool": (2, 4), "Book": (3, 4), "Laundry": (2, 4), "Cable": (1, 4), "Medicine": (2, 4)}  # the paper's table
@@ -281,6 +282,37 @@ def test_books_hub_may_be_faced_by_either_turn(yaw):
     mujoco.mj_forward(world.model, world.data)
     assert env.bench.hidden(world)
     assert env.bench.ready(world, 0)
+
+
+def test_books_experts_stand_near_the_hub_wherever_the_book_was():
+    """Otherwise nobody shows how to make up for being elsewhere."""
+    env, stands = make("Book", cameras=()), []
+    for seed, cue in ((0, 0), (0, 2), (1, 0), (2, 0)):
+        env.reset(seed=seed, options={"cue": cue})
+        script = env.expert()
+        while env.record.decisions[0].frame is None:
+            env.step(next(script))
+        stands.append(env.world.base)
+    np.testing.assert_allclose(stands[0], stands[1], atol=1e-3)
+    off = np.abs(np.array(stands[1:]) - (*HUB, TURNED))
+    assert (off < np.array([NEARBY, NEARBY, ASKANCE]) + 0.005).all()
+    assert (off.max(0) > 0.02).all()
+
+
+def test_nobody_drives_straight_and_all_arrive():
+    env, aside = make("Book", cameras=()), []
+    for seed in range(4):
+        env.reset(seed=seed)
+        x, y, yaw = env.world.base
+        expert = Expert(env.world, env.episode, env.profile.rate, env.profile.pace)
+        beside = []
+        for action in expert.drive(x - 1.0, y, yaw):
+            env.step(action)
+            beside.append(env.world.base[1] - y)
+        aside.append(max(beside, key=abs))
+        np.testing.assert_allclose(env.world.base, (x - 1.0, y, yaw), atol=0.03)
+    assert max(map(abs, aside)) < ASIDE + 0.05
+    assert np.ptp(aside) > 0.05
 
 
 def test_standing_still_after_a_right_choice_is_a_timeout():

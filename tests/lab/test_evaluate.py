@@ -221,6 +221,20 @@ def test_every_episode_has_the_cue_that_was_asked_for(five, runs, tmp_path):
         assert json.loads((out / "evaluation.json").read_text())["settings"]["cue"] == cue
 
 
+@pytest.mark.parametrize(
+    ("kind", "asked", "message"),
+    [
+        ("ensemble", (2, None), "--actions: got 2, expected 1 to 1"),
+        ("diffusion", (8, None), "--actions: got 8, expected 1 to 7"),  # a horizon of 8, of which one is past
+        ("diffusion", (None, 101), "--draws: got 101, expected 1 to 100"),
+    ],
+)
+def test_a_policy_is_not_asked_for_more_than_it_can(kind, asked, message, runs):
+    folder, _ = command.find(runs(kind))
+    with pytest.raises(command.UsageError, match=message):
+        command.pace(command.configuration(folder, "cpu"), *asked)
+
+
 @pytest.mark.parametrize(("actions", "looks"), [(None, 2), (1, 5), (5, 1)])
 def test_a_policy_looks_and_draws_as_asked(actions, looks, runs):
     """Five steps, of a policy that looks after three actions and draws them in two steps."""
