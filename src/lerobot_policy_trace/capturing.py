@@ -1,7 +1,8 @@
-"""ACT's network captured in CUDA graphs, for training batches of one shape: launched once instead of kernel by kernel.
+"""A policy's network captured in CUDA graphs, for training batches of one shape: launched once instead of kernel by kernel.
 The stock forward is its reference, and the loss stays the stock policy's. Scans are captured in `trace_memory.graphs`.
 """
 
+from collections.abc import Iterable
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -12,9 +13,28 @@ from torch import Tensor, nn
 from trace_memory.memory import Readout
 
 if TYPE_CHECKING:
-    from lerobot_policy_trace.modeling_trace import TraceActPolicy
+    from lerobot_policy_trace.modeling_trace import TraceActPolicy, TraceDiffusionPolicy
 
 PAD = "action_is_pad"
+
+
+def graphed(module: nn.Module, example: tuple[Tensor, ...]) -> Any:
+    """The module as CUDA graphs, forward and back. Weights are cast inside them: what autocast has cast before belongs to
+    no graph, and would be neither renewed nor given gradients.
+    """
+    half = torch.autocast("cuda", torch.bfloat16, enabled=torch.is_autocast_enabled("cuda"), cache_enabled=False)
+    with half:
+        return torch.cuda.make_graphed_callables(module, example, allow_unused_input=True)
+
+
+def check(names: Iterable[str], given: tuple[Tensor, ...], example: tuple[Tensor, ...]) -> None:
+    """Refuses by name what is not like the example."""
+    for name, x, like in zip(names, given, example, strict=False):
+        if (x.shape, x.dtype, x.device) != (like.shape, like.dtype, like.device):
+            raise ValueError(
+                f"{name}: {tuple(x.shape)} {x.dtype} on {x.device}, expected {tuple(like.shape)} {like.dtype} on "
+                f"{like.device} as captured"
+            )
 
 
 class Flat(nn.Module):
@@ -59,19 +79,49 @@ class GraphedAct:
         wanted = len(example) - (0 if readout is None else 5)
         for x in example[wanted:]:
             x.requires_grad_()
-        half = torch.autocast("cuda", torch.bfloat16, enabled=torch.is_autocast_enabled("cuda"), cache_enabled=False)
-        with policy._encoded() if policy.backbone_frozen else nullcontext(), half:
-            self.captured: Any = torch.cuda.make_graphed_callables(self.flat, example, allow_unused_input=True)
+        with policy._encoded() if policy.backbone_frozen else nullcontext():
+            self.captured = graphed(self.flat, example)
 
     def __call__(self, batch: dict[str, Any]) -> tuple[Tensor, tuple[Tensor | None, Tensor | None]]:
         """As ACT's forward, in the tensors of the last call."""
         given = self.flat.given(batch)
-        names = (OBS_STATE, ACTION, PAD, *self.flat.policy.config.image_features, *Readout._fields)
-        for name, x, like in zip(names, given, self.example, strict=False):
-            if (x.shape, x.dtype, x.device) != (like.shape, like.dtype, like.device):
-                raise ValueError(
-                    f"{name}: {tuple(x.shape)} {x.dtype} on {x.device}, expected {tuple(like.shape)} {like.dtype} on "
-                    f"{like.device} as captured"
-                )
+        check((OBS_STATE, ACTION, PAD, *self.flat.policy.config.image_features, *Readout._fields), given, self.example)
         actions, *latent = self.captured(*given)
         return actions, (latent[0], latent[1]) if latent else (None, None)
+
+
+class FlatUnet(nn.Module):
+    """Diffusion Policy's U-Net as a function of tensors, with all the weights that it uses."""
+
+    def __init__(self, policy: "TraceDiffusionPolicy"):
+        super().__init__()
+        self.unet = policy.diffusion.unet
+        self.columns = None if policy.recall is None else policy.recall.adapter.columns
+
+    def forward(self, noisy: Tensor, timestep: Tensor, condition: Tensor) -> Tensor:
+        """What the U-Net predicts."""
+        made: Tensor = type(self.unet).forward(self.unet, noisy, timestep, global_cond=condition)
+        return made
+
+
+class GraphedUnet:
+    """Stands for `policy.diffusion.unet.forward` in training, for batches of so many targets. What becomes of the condition
+    is captured, how it is made is not.
+    """
+
+    def __init__(self, policy: "TraceDiffusionPolicy", targets: int):
+        config, flat = policy.config, FlatUnet(policy)
+        maps = next(part.cond_encoder[1] for part in flat.unet.modules() if hasattr(part, "cond_encoder"))
+        width = maps.in_features - config.diffusion_step_embed_dim + (policy.recall.width if policy.recall else 0)
+        like = maps.weight
+        noisy = torch.randn(targets, config.horizon, config.action_feature.shape[0], device=like.device)
+        condition = torch.randn(targets, width, device=like.device, requires_grad=True)
+        self.example = (noisy, torch.zeros(targets, dtype=torch.int64, device=like.device), condition)
+        self.captured = graphed(flat, self.example)
+
+    def __call__(self, noisy: Tensor, timestep: Tensor, global_cond: Tensor) -> Tensor:
+        """As the U-Net's forward, in the tensors of the last call."""
+        given = (noisy, timestep, global_cond)
+        check((ACTION, "timestep", "condition"), given, self.example)
+        made: Tensor = self.captured(*given)
+        return made

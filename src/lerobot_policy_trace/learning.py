@@ -58,7 +58,7 @@ class Learning(PreTrainedPolicy):
         self._seen: list[Tensor] = []
         self.backbone_frozen = False  # if so, feature maps come in place of pictures
         self.captured: Callable[..., Readout] | None = None  # a faster scan of whole episodes, if someone has made one
-        self.network: Callable[..., Any] | None = None  # a faster forward pass of ACT's network
+        self.network: Callable[..., Any] | None = None  # a faster forward pass of the policy's network
         if options.name == "none":
             return
         state = self.config.robot_state_feature
@@ -193,10 +193,28 @@ class Learning(PreTrainedPolicy):
             maps = [torch.cat([x, *others]).index_select(0, back) for x, *others in zip(maps, *parts, strict=True)]
         return maps
 
+    @property
+    def _network(self) -> nn.Module:
+        """The part of the stock policy whose forward pass `network` stands for."""
+        raise NotImplementedError
+
+    @contextmanager
+    def _quickly(self) -> Iterator[None]:
+        """While this lasts, the captured network is used, if there is one."""
+        if self.network is None or not self.training:
+            yield
+            return
+        place = self._network.__dict__
+        place["forward"] = self.network
+        try:
+            yield
+        finally:
+            del place["forward"]
+
     def forward(self, batch: Batch, *args: Any, **kwargs: Any) -> tuple[Tensor, dict[str, Any] | None]:
         """The stock loss with the memory's readout in it, and the memory's own losses by name."""
         if self.recall is None:
-            with self._encoded() if self.backbone_frozen and self.training else nullcontext():
+            with self._encoded() if self.backbone_frozen and self.training else nullcontext(), self._quickly():
                 return super().forward(batch, *args, **kwargs)
         missing = [key for key in self.config.image_features if key not in batch]
         if missing and EPISODES not in batch:
@@ -207,7 +225,7 @@ class Learning(PreTrainedPolicy):
         losses: dict[str, Tensor] = {}
         if EPISODES in batch:
             stock, readout = self._scan_episodes(batch, losses)
-            with self._recalling(lambda: readout), self._encoded():
+            with self._recalling(lambda: readout), self._encoded(), self._quickly():
                 loss, logs = super().forward(stock, *args, **kwargs)
         else:
             with self._recalling(lambda: self._scan(batch, self._current(), losses)):

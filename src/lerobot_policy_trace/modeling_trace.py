@@ -1,5 +1,5 @@
 """ACT and Diffusion Policy with a memory. The stock classes do what they always did; a memory joins at one place of each:
-ACT's decoder sees more than the encoder gave, Diffusion's condition has something added. The rest is in `remembering`.
+ACT's decoder sees more than the encoder gave, Diffusion's condition is longer. The rest is in `remembering`.
 """
 
 from collections import deque
@@ -9,10 +9,15 @@ from typing import Any
 
 import torch
 from lerobot.policies.act.modeling_act import ACTDecoder, ACTPolicy
-from lerobot.policies.diffusion.modeling_diffusion import DiffusionModel, DiffusionPolicy
+from lerobot.policies.diffusion.modeling_diffusion import (
+    DiffusionConditionalUnet1d,
+    DiffusionModel,
+    DiffusionPolicy,
+)
 from lerobot.policies.utils import populate_queues
 from lerobot.utils.constants import ACTION, OBS_IMAGES, OBS_STATE
 from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812
 
 from lerobot_policy_trace.configuration_trace import TraceActConfig, TraceDiffusionConfig
 from lerobot_policy_trace.learning import Batch
@@ -92,15 +97,9 @@ class TraceActPolicy(Remembering, ACTPolicy):
         finally:
             self.model.backbone = backbone
 
-    def forward(self, batch: Batch, *args: Any, **kwargs: Any) -> tuple[Tensor, dict[str, Any] | None]:
-        """The stock loss and the memory's, with a captured network if there is one."""
-        if self.network is None or not self.training:
-            return super().forward(batch, *args, **kwargs)
-        self.model.__dict__["forward"] = self.network
-        try:
-            return super().forward(batch, *args, **kwargs)
-        finally:
-            del self.model.__dict__["forward"]
+    @property
+    def _network(self) -> nn.Module:
+        return self.model
 
     def _act(self, seen: Batch) -> Tensor:
         now = {key: x[:, -1] for key, x in seen.items()}
@@ -121,15 +120,43 @@ class TraceActPolicy(Remembering, ACTPolicy):
         return self.temporal_ensembler.update(self._predict(batch))
 
 
-class RecallingDiffusion(DiffusionModel):
-    """Diffusion Policy's model, with what the memory says added to its condition."""
+class WidenedLinear(nn.Linear):
+    """A map of Diffusion Policy's condition that also takes what is appended to it, with columns that are the adapter's."""
 
-    recall: tuple[Callable[[], Readout], nn.Module]
+    widened: tuple[DiffusionAdapter, int]  # not a submodule: stock names and shapes stay stock
+
+    def forward(self, condition: Tensor) -> Tensor:
+        """As one wider map."""
+        adapter, place = self.widened
+        return super().forward(condition) + adapter.columns[place](adapter.said)
+
+
+class RecallingUnet(DiffusionConditionalUnet1d):
+    """Diffusion Policy's U-Net with a longer condition. The stock part of it goes the stock way, so that a memory that says
+    nothing changes no bit.
+    """
+
+    def forward(self, x: Tensor, timestep: Tensor | int, global_cond: Tensor) -> Tensor:
+        """As the stock one's."""
+        adapter: DiffusionAdapter = self.__dict__["adapter"]
+        stock, said = global_cond.tensor_split([-adapter.width], dim=-1)
+        adapter.said = F.mish(said)  # as the stock maps get theirs
+        try:
+            made: Tensor = super().forward(x, timestep, stock.contiguous())
+        finally:
+            del adapter.said
+        return made
+
+
+class RecallingDiffusion(DiffusionModel):
+    """Diffusion Policy's model, with what the memory says appended to its condition."""
+
+    recall: tuple[Callable[[], Readout], DiffusionAdapter]
 
     def _prepare_global_conditioning(self, batch: Batch) -> Tensor:
         recollect, adapter = self.recall
         condition = super()._prepare_global_conditioning(batch)
-        return condition + adapter(recollect()).to(condition)
+        return torch.cat([condition, adapter(recollect()).to(condition)], dim=-1)
 
 
 class TraceDiffusionPolicy(Remembering, DiffusionPolicy):
@@ -146,10 +173,20 @@ class TraceDiffusionPolicy(Remembering, DiffusionPolicy):
             encoder.backbone.register_forward_hook(self._see)
         if self.recall is None:
             return
-        width = self.diffusion.unet.down_modules[0][0].cond_encoder[1].in_features - config.diffusion_step_embed_dim
-        self.recall.adapter = DiffusionAdapter(self.recall.width, self.recall.width, width)
+        blocks: list[Any] = [part for part in self._network.modules() if hasattr(part, "cond_encoder")]
+        maps = [block.cond_encoder[1] for block in blocks]
+        adapter = DiffusionAdapter(self.recall.width, self.recall.width, [each.out_features for each in maps])
+        for place, each in enumerate(maps):
+            each.__class__ = WidenedLinear  # the same weights under the same names
+            each.__dict__["widened"] = (adapter, place)
+        self.recall.adapter = self._network.__dict__["adapter"] = adapter
+        self._network.__class__ = RecallingUnet
         self.diffusion.__class__ = RecallingDiffusion
-        self.diffusion.__dict__["recall"] = (self.recollect, self.recall.adapter)
+        self.diffusion.__dict__["recall"] = (self.recollect, adapter)
+
+    @property
+    def _network(self) -> nn.Module:
+        return self.diffusion.unet
 
     @property
     def _encoders(self) -> list[Any]:

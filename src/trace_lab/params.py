@@ -17,6 +17,9 @@ from trace_memory.adapters import DiffusionAdapter, FeatureModulation, Regressio
 from trace_memory.config import MEMORIES, PRESETS, MemoryConfig, build
 from trace_memory.memory import Memory
 
+# Outputs of the maps of the condition in LeRobot's U-Net, scale and shift: two a level on the way down, in the middle, and up.
+UNET = [2 * width for width in (512, 1024, 2048, 2048, 1024, 512) for _ in range(2)]
+
 
 def count(module: nn.Module) -> int:
     """Learned numbers in a module."""
@@ -35,7 +38,7 @@ def maps(memory: Memory) -> Iterator[tuple[str, str, int]]:
 
 def adapters(c: MemoryConfig) -> dict[str, dict[str, int]]:
     """Parts of each adapter and their sizes."""
-    regression, diffusion = RegressionAdapter(c.width, c.width), DiffusionAdapter(c.width, c.hidden, c.width)
+    regression, diffusion = RegressionAdapter(c.width, c.width), DiffusionAdapter(c.width, c.hidden, UNET)
     modulation = FeatureModulation(c.width, c.width)
     return {
         "regression": {
@@ -43,7 +46,10 @@ def adapters(c: MemoryConfig) -> dict[str, dict[str, int]]:
             "[z, g, dg] to summary": count(regression.summary),
         },
         "regression, optional": {"feature modulation": count(modulation)},
-        "diffusion": {"[pool, z, g, dg] to additive condition": count(diffusion.map)},
+        "diffusion": {
+            "[pool, z, g, dg] to a condition": count(diffusion.map),
+            "its columns in the U-Net's maps": count(diffusion.columns),
+        },
     }
 
 

@@ -24,7 +24,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from lerobot_policy_trace.backbone import quicken
-from lerobot_policy_trace.capturing import GraphedAct
+from lerobot_policy_trace.capturing import GraphedAct, GraphedUnet
 from lerobot_policy_trace.paths import DatasetError
 from trace_lab.batches import Batches, generator
 from trace_lab.features import encode
@@ -108,7 +108,7 @@ class Training:
                 policy.captured = GraphedScans(policy.recall.memory, made.episodes, batches.lengths(), fuse=fuse)
         begun = cls(made, seed, policy, model, optimizer, batches, accelerator, before, after)
         same = features is not None or made.memory == "none"  # the same work in every update
-        plain = made.policy == "act" and not config.env_state_feature and not made.truncate
+        plain = not config.env_state_feature and not made.truncate
         if same and plain and device.type == "cuda" and shares == 1:
             begun.capture()
         return begun
@@ -117,6 +117,10 @@ class Training:
         """Captures the policy's network."""
         policy, readout = self.policy, None
         try:
+            if self.made.policy == "diffusion":
+                with self.accelerator.autocast():
+                    policy.network = GraphedUnet(policy, self.made.batch)
+                return
             batch, _ = next(self.batches.at(0))
             with self.accelerator.autocast():
                 if policy.recall is not None:

@@ -2,6 +2,7 @@
 The policies themselves are not known here.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -70,15 +71,21 @@ class FeatureModulation(nn.Module):
 
 
 class DiffusionAdapter(nn.Module):
-    """[read-weighted pool of the slots, z, g, dg] through an MLP whose last layer starts at zero: an additive condition."""
+    """[read-weighted pool of the slots, z, g, dg] through an MLP whose last layer starts at zero: a vector that is appended
+    to the policy's global condition. Each of the policy's maps of the condition gets `columns` of its own for it.
+    """
 
-    def __init__(self, width: int, hidden: int, condition: int):
+    said: Tensor  # what the policy's maps are given of it, while they compute
+
+    def __init__(self, width: int, hidden: int, maps: Sequence[int]):
         super().__init__()
-        self.map = MLP(4 * width, hidden, condition)
+        self.width = width
+        self.map = MLP(4 * width, hidden, width)
         nn.init.zeros_(self.map.last.weight)
         nn.init.zeros_(self.map.last.bias)
+        self.columns = nn.ModuleList(nn.Linear(width, out, bias=False) for out in maps)
 
-    def forward(self, readout: Readout) -> Float[Tensor, "*n condition"]:
-        """The vector to add to the policy's global condition."""
+    def forward(self, readout: Readout) -> Float[Tensor, "*n width"]:
+        """The vector to append."""
         pool = (readout.alpha[..., None] * readout.slots).sum(-2)
         return self.map(torch.cat([pool, readout.z, readout.g, readout.dg], dim=-1))

@@ -12,7 +12,7 @@ from torchvision.models import resnet18
 from torchvision.ops import FrozenBatchNorm2d
 
 from lerobot_policy_trace.backbone import calibrate
-from lerobot_policy_trace.capturing import Flat
+from lerobot_policy_trace.capturing import Flat, FlatUnet
 from trace_lab import features
 from trace_lab.features import LOOKS, Encoding, Features
 from trace_lab.frames import FramesError, open_dataset, open_frames
@@ -195,6 +195,36 @@ def test_what_would_be_captured_is_the_policys_own_forward(dataset, memory, vae)
     torch.testing.assert_close(*losses)
 
 
+@pytest.mark.parametrize("memory", ["none", "trace"])
+def test_what_would_be_captured_is_the_unets_own_forward(dataset, memory):
+    """With all of its weights: what is not among them gets no gradient from a graph."""
+    training = begin(dataset, memory, policy="diffusion")
+    policy = training.policy
+    if memory == "trace":
+        torch.nn.init.normal_(policy.recall.adapter.map.last.weight)  # as after some training
+    flat, used = FlatUnet(policy), []
+
+    def network(noisy, timestep, global_cond):
+        used.append(noisy)
+        return flat(noisy, timestep, global_cond)
+
+    losses = []
+    for each in (None, network):
+        policy.network = each
+        policy.zero_grad()
+        torch.manual_seed(0)
+        loss = policy(next(training.batches.at(0))[0])[0]
+        loss.backward()
+        losses.append((loss.detach(), [p.grad.clone() for p in policy.parameters() if p.grad is not None]))
+    assert len(used[0]) == training.made.batch
+    assert "forward" not in policy.diffusion.unet.__dict__
+    torch.testing.assert_close(*losses)
+    reached = {name for name, p in policy.named_parameters() if p.grad is not None and p.grad.any()}
+    mine = {id(p) for p in flat.parameters()}
+    unet = {name for name, p in policy.named_parameters() if id(p) in mine}
+    assert unet == {name for name in reached if "unet" in name or "columns" in name}
+
+
 def test_a_policy_starts_with_the_encoder_of_a_trained_one(dataset, tmp_path):
     """With that, as it is, and with nothing else of it."""
     quiet = Console(quiet=True)
@@ -244,12 +274,14 @@ def test_diffusion_policy_takes_the_encoder_of_act_and_its_maps(dataset, tmp_pat
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a GPU")
 @pytest.mark.parametrize("precision", ["float32", "bf16"])
+@pytest.mark.parametrize("policy", ["act", "diffusion"])
 @pytest.mark.parametrize(
     ("memory", "backbone"), [("none", "frozen"), ("none", "trained"), ("trace", "frozen"), ("gru", "frozen")]
 )
-def test_captured_it_learns_the_same(dataset, memory, backbone, precision):
+def test_captured_it_learns_the_same(dataset, memory, backbone, policy, precision):
     AcceleratorState._reset_state(reset_partial_state=True)  # other tests have asked for the CPU
-    asked = made(memory, backbone=backbone, **{"policy.dropout": 0.0, "memory.dropout": 0.0})
+    calm = {"memory.dropout": 0.0} | ({"policy.dropout": 0.0} if policy == "act" else {})
+    asked = made(memory, backbone=backbone, policy=policy, **calm)
     meta = open_dataset(dataset)
     store = open_frames(meta, "cuda", cameras=cameras(asked, meta))
     found = []

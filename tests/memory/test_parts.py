@@ -127,17 +127,18 @@ def readout(slots: int) -> Readout:
 @pytest.mark.parametrize("slots", [0, 1, 4])
 def test_adapters(slots):
     r = readout(slots)
-    regression, diffusion = RegressionAdapter(8, 6), DiffusionAdapter(8, 8, 7)
+    regression, diffusion = RegressionAdapter(8, 6), DiffusionAdapter(8, 8, [7, 3])
     tokens = regression(r)
     assert tokens.shape == (2, 5, slots + 1, 6)
     summary = regression.summary(torch.cat([r.z, r.g, r.dg], -1))
     torch.testing.assert_close(tokens[..., -1, :], summary)
     torch.testing.assert_close(tokens[..., :-1, :], r.slots @ regression.W_M.weight.T)
-    assert (diffusion(r) == 0).all()  # additive and silent at the start
+    assert (diffusion(r) == 0).all()  # silent at the start
+    assert [each(diffusion(r)).shape for each in diffusion.columns] == [(2, 5, 7), (2, 5, 3)]
     torch.nn.init.eye_(diffusion.map.last.weight)
     pool = torch.einsum("btk,btkd->btd", r.alpha, r.slots)
     inside = diffusion.map.first(torch.cat([pool, r.z, r.g, r.dg], -1))
-    torch.testing.assert_close(diffusion(r), torch.nn.functional.gelu(inside)[..., :7])
+    torch.testing.assert_close(diffusion(r), torch.nn.functional.gelu(inside))
 
 
 def test_feature_modulation_starts_as_the_identity():
