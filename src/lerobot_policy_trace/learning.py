@@ -230,7 +230,8 @@ class Learning(PreTrainedPolicy):
         else:
             with self._recalling(lambda: self._scan(batch, self._current(), losses)):
                 loss, logs = super().forward(self._stock(batch), *args, **kwargs)
-        named = {f"memory_{name}": value.item() for name, value in losses.items()}
+        # of whole episodes as tensors: our own loop does not wait for numbers that it does not write down
+        named = {f"memory_{n}": x.detach() if EPISODES in batch else x.item() for n, x in losses.items()}
         return loss + weighted(losses, self.recall.weights), (logs or {}) | named
 
     def _stock(self, batch: Batch) -> Batch:

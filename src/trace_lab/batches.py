@@ -123,18 +123,18 @@ class Augment:
         """(N, ..., 3, H, W) in [0, 1] of (N,) owners, any numbers; the same draw changes the same owners alike."""
         if not self.shift and not self.jitter:
             return pictures
-        kinds, of = owner.unique(return_inverse=True)
+        kinds, of = owner.cpu().unique(return_inverse=True)
         device, ones = pictures.device, [1] * (pictures.ndim - 1)
         if self.shift:
             for dim in (-2, -1):
                 size = pictures.shape[dim]
-                by = torch.randint(-self.shift, self.shift + 1, (len(kinds),), generator=draw).to(device)[of]
+                by = torch.randint(-self.shift, self.shift + 1, (len(kinds),), generator=draw)[of].to(device)
                 at = (torch.arange(size, device=device) + by[:, None]).clamp(0, size - 1)
                 shape = [len(of), *ones]
                 shape[dim] = size
                 pictures = pictures.take_along_dim(at.view(shape), dim)
         if self.jitter:
-            gain, light = ((torch.rand(2, len(kinds), generator=draw) * 2 - 1) * self.jitter).to(device)[:, of]
+            gain, light = ((torch.rand(2, len(kinds), generator=draw) * 2 - 1) * self.jitter)[:, of].to(device)
             pictures = (pictures - 0.5) * (1 + gain.view(-1, *ones)) + 0.5 + light.view(-1, *ones)
         return pictures.clamp(0, 1)
 
@@ -180,9 +180,8 @@ class Batches:
         self.least = -(-store.lengths // self.every)  # (E,): steps of the memory for each episode, as it is
         self.most = self.least + self.pause * self._pausing(torch.arange(len(self.least))).sum(1)
         if self.whole and recipe.pauses and bool((self.most == self.least).all()):
-            why = (
-                "no episode has a rest before its end" if self.pause else f"the memory looks every {self.every} frames"
-            )
+            none = "no episode has a rest before its end"
+            why = none if self.pause else f"the memory looks every {self.every} frames"
             raise RecipeError(f"pauses: got {recipe.pauses} s, which is nothing here: {why}; expected more, or 0")
         self.pad = 1
         if store.device.type == "cuda" and not recipe.truncate:  # scans are captured: there must be few lengths
@@ -219,9 +218,8 @@ class Batches:
         else:
             count = math.ceil(after[-1])
             turn = self._turn(count, recipe.batch, step)
-            places = (turn[:, None] + torch.rand(len(turn), 1, generator=draw, dtype=torch.float64)) * (
-                after[-1] / count
-            )
+            within = torch.rand(len(turn), 1, generator=draw, dtype=torch.float64)
+            places = (turn[:, None] + within) * (after[-1] / count)
             episodes = torch.searchsorted(after, places[:, 0], right=True).clamp_max(len(after) - 1)
         frames = torch.searchsorted(self.weight, places, right=True)
         times = frames - paths.starts[episodes][:, None]
@@ -238,32 +236,35 @@ class Batches:
         """The batches of an update, each with its weight: one, or one a piece when the gradient is cut in time."""
         of_all = self.targets(step)
         if self.whole:
-            mine = (x[self.share :: self.shares].to(self.store.device) for x in self._shown(step, *of_all))
-            yield from self._pieces(step, Shown(*mine))
+            yield from self._pieces(step, Shown(*(x[self.share :: self.shares] for x in self._shown(step, *of_all))))
             return
-        episodes, times = (x[self.share :: self.shares].to(self.store.device) for x in of_all)
-        first = self.store.starts[episodes]
+        episodes, times = (x[self.share :: self.shares] for x in of_all)
+        first, owner = self.store.paths.starts[episodes], torch.arange(len(episodes))
         rows = first + times[:, 0]
         if self.features is not None:
             seen = torch.maximum(rows[:, None] + self._past(), first[:, None])
-            batch = self.prepare(self._stock(rows, seen, episodes))
-            looks = self._look(step, seen, torch.arange(len(rows), device=rows.device))
             several = isinstance(self.config, DiffusionConfig)
+            batch = self.prepare(self._stock(rows, seen, episodes))
+            looks = self._look(step, seen, owner)
             yield batch | {camera: x if several else x[:, -1] for camera, x in looks.items()}, 1.0
             return
-        batch = self.store.sample(rows, episodes, self.config)
+        batch = self.store.sample(self._there(rows), self._there(episodes), self.config)
         for number, camera in enumerate(self.store.cameras):
             draw = generator(self.seed, step, self.share, number, 3)
-            batch[camera] = self.augment(batch[camera], torch.arange(len(rows), device=rows.device), draw)
+            batch[camera] = self.augment(batch[camera], owner, draw)
         yield self.prepare(batch), 1.0
+
+    def _there(self, x: Tensor) -> Tensor:
+        """On the store's device. Indices are worked out on the CPU, so that nobody waits for what a GPU still does."""
+        return x.to(self.store.device, non_blocking=True)
 
     def _past(self) -> Tensor:
         """(s,): frames that the stock policy looks at, counted from the present one."""
-        return torch.arange(1 - int(self.config.n_obs_steps), 1, device=self.store.device)
+        return torch.arange(1 - int(self.config.n_obs_steps), 1)
 
     def _look(self, step: int, rows: Tensor, owner: Tensor) -> dict[str, Any]:
         """Pictures of these frames, or what stands for them; the same light for what has the same owner."""
-        seen = {}
+        seen, rows = {}, self._there(rows)
         for number, camera in enumerate(self.store.cameras):
             draw = generator(self.seed, step, self.share, number, 3)  # the same for every piece of an episode
             if self.features is not None:
@@ -342,31 +343,31 @@ class Batches:
 
     def _piece(self, step: int, shown: Shown, begin: int, end: int) -> tuple[dict[str, Any], float]:
         """Steps begin..end of the memory, and the targets among them; with none, one that weighs nothing."""
-        store = self.store
+        store, to = self.store, self._there
         row, column = ((shown.known >= begin) & (shown.known < end)).nonzero(as_tuple=True)
         weight = len(row) / shown.known.numel()
         if not len(row):
             row, column = row.new_zeros(1), column.new_zeros(1)
         target, written = shown.times[row, column], shown.written[:, begin:end]
-        first = store.starts[shown.episodes[row]]
+        first = store.paths.starts[shown.episodes[row]]
         seen = first[:, None] + (target[:, None] + self._past()).clamp_min(0)  # (N, s): the stock policy looks at these
         rows, where = torch.cat([written.flatten(), seen.flatten()]).unique(return_inverse=True)
         batch = self._stock(first + target, seen, shown.episodes[row])
-        pictures = self._look(step, rows, torch.searchsorted(store.ends, rows, right=True))
+        pictures = self._look(step, rows, torch.searchsorted(store.paths.ends, rows, right=True))
         batch = self.prepare(batch) | pictures if self.features is not None else self.prepare(batch | pictures)
-        here, there = where[: written.numel()].view(written.shape), where[written.numel() :].view(seen.shape)
-        states, place = store.columns[OBS_STATE], shown.walked[:, begin:end]
-        before, part = place.long(), place.frac().to(states.dtype)
+        here, there = to(where[: written.numel()].view(written.shape)), to(where[written.numel() :].view(seen.shape))
+        states, place, rows = store.columns[OBS_STATE], shown.walked[:, begin:end], to(rows)
+        before, part = to(place.long()), to(place.frac().to(states.dtype))
         path = torch.lerp(states[before], states[(before + 1).clamp_max(len(states) - 1)], part[..., None])
-        path[..., self.rates] *= shown.pace[:, begin:end, None]  # velocities
+        path[..., self.rates] *= to(shown.pace[:, begin:end, None])  # velocities
         batch[EPISODES] = Episodes(
             pictures=[batch.pop(camera) for camera in store.cameras],
-            states=store.columns[OBS_STATE][rows],
+            states=states[rows],
             written=here,
             path=path,
-            valid=shown.valid[:, begin:end],
-            row=row,
-            time=(shown.known[row, column] - begin).clamp(0, written.shape[1] - 1),
+            valid=to(shown.valid[:, begin:end]),
+            row=to(row),
+            time=to((shown.known[row, column] - begin).clamp(0, written.shape[1] - 1)),
             seen=there,
             taught=self._taught(rows, there),
         )
@@ -374,6 +375,7 @@ class Batches:
 
     def _stock(self, rows: Tensor, seen: Tensor, episodes: Tensor) -> dict[str, Any]:
         """What the stock policy gets beside pictures."""
+        rows, seen, episodes = self._there(rows), self._there(seen), self._there(episodes)
         batch: dict[str, Any] = {}
         for name, column in self.store.columns.items():
             if name == ACTION:

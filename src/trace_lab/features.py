@@ -39,8 +39,8 @@ class Features:
     def __call__(self, camera: str, rows: Tensor, owner: Tensor, draw: torch.Generator) -> Tensor:
         """Maps by row, (..., C, h, w), of one look for each of (N,) owners; the same draw gives the same looks."""
         kept = self.maps[camera]
-        kinds, of = owner.unique(return_inverse=True)
-        look = torch.randint(len(kept), (len(kinds),), generator=draw).to(rows.device)[of]
+        kinds, of = owner.cpu().unique(return_inverse=True)
+        look = torch.randint(len(kept), (len(kinds),), generator=draw)[of].to(rows.device)
         return kept[look.view(-1, *[1] * (rows.ndim - 1)), rows].float()
 
 

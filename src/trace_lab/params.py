@@ -17,7 +17,7 @@ from trace_memory.adapters import DiffusionAdapter, FeatureModulation, Regressio
 from trace_memory.config import MEMORIES, PRESETS, MemoryConfig, build
 from trace_memory.memory import Memory
 
-# Outputs of the maps of the condition in LeRobot's U-Net, scale and shift: two a level on the way down, in the middle, and up.
+# Outputs of the maps of the condition in LeRobot's U-Net (scale and shift), two a level: down, in the middle, up.
 UNET = [2 * width for width in (512, 1024, 2048, 2048, 1024, 512) for _ in range(2)]
 
 
