@@ -115,18 +115,14 @@ class Training:
 
     def capture(self) -> None:
         """Captures the policy's network."""
-        policy, readout = self.policy, None
+        policy, readout, act = self.policy, None, self.made.policy == "act"
         try:
-            if self.made.policy == "diffusion":
-                with self.accelerator.autocast():
-                    policy.network = GraphedUnet(policy, self.made.batch)
-                return
             batch, _ = next(self.batches.at(0))
             with self.accelerator.autocast():
-                if policy.recall is not None:
+                if act and policy.recall is not None:
                     with torch.no_grad():
                         batch, readout = policy._scan_episodes(batch, {})
-                policy.network = GraphedAct(policy, batch, readout)
+                policy.network = GraphedAct(policy, batch, readout) if act else GraphedUnet(policy, self.made.batch)
         except torch.OutOfMemoryError as error:
             raise RunError(f"update 1: {str(error).split('. ')[0]}. {TOO_LARGE}") from error
 
