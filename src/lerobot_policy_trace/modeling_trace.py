@@ -173,6 +173,11 @@ class TraceDiffusionPolicy(Remembering, DiffusionPolicy):
             encoder.backbone.register_forward_hook(self._see)
         if self.recall is None:
             return
+        if config.gradient_checkpointing:
+            raise ValueError(
+                "gradient_checkpointing: got true with a memory, expected false: what the memory says is not kept for the "
+                "way back"
+            )
         blocks: list[Any] = [part for part in self._network.modules() if hasattr(part, "cond_encoder")]
         maps = [block.cond_encoder[1] for block in blocks]
         adapter = DiffusionAdapter(self.recall.width, self.recall.width, [each.out_features for each in maps])

@@ -5,6 +5,7 @@ number, so a training that was stopped goes on with the very batches it would ha
 import json
 import math
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -124,17 +125,16 @@ class Augment:
         if not self.shift and not self.jitter:
             return pictures
         kinds, of = owner.cpu().unique(return_inverse=True)
-        device, ones = pictures.device, [1] * (pictures.ndim - 1)
+        ones, to = [1] * (pictures.ndim - 1), partial(Tensor.to, device=pictures.device, non_blocking=True)
         if self.shift:
             for dim in (-2, -1):
                 size = pictures.shape[dim]
-                by = torch.randint(-self.shift, self.shift + 1, (len(kinds),), generator=draw)[of].to(device)
-                at = (torch.arange(size, device=device) + by[:, None]).clamp(0, size - 1)
-                shape = [len(of), *ones]
+                by = torch.randint(-self.shift, self.shift + 1, (len(kinds),), generator=draw)[of]
+                at, shape = (torch.arange(size) + by[:, None]).clamp(0, size - 1), [len(of), *ones]
                 shape[dim] = size
-                pictures = pictures.take_along_dim(at.view(shape), dim)
+                pictures = pictures.take_along_dim(to(at.view(shape)), dim)
         if self.jitter:
-            gain, light = ((torch.rand(2, len(kinds), generator=draw) * 2 - 1) * self.jitter)[:, of].to(device)
+            gain, light = to(((torch.rand(2, len(kinds), generator=draw) * 2 - 1) * self.jitter)[:, of])
             pictures = (pictures - 0.5) * (1 + gain.view(-1, *ones)) + 0.5 + light.view(-1, *ones)
         return pictures.clamp(0, 1)
 
@@ -170,10 +170,10 @@ class Batches:
         self.unseen: Tensor | None = None  # (N,) bool: frames whose actions hang on a choice that cannot be seen
         if recipe.branches < 1:
             self.unseen = choosing(store, max(config.action_delta_indices)).to(store.device)
-        self.rests = resting(store)
+        rates, self.rests = list(config.memory.rates or []), resting(store)
         self.starts = setting_off(store, self.rests)
-        self.rates = list(config.memory.rates or [])
-        self.way = way(store, self.rates)
+        channels, self.way = torch.arange(store.paths.states.shape[1]), way(store, rates)
+        self.going = torch.isin(channels, torch.tensor(rates, dtype=torch.int64)).to(store.device)  # are velocities
         self.weight = self._weights().cumsum(0)  # (N,): frames are drawn by these
         self._order: tuple[int, Tensor] | None = None  # of the epoch that is going on
         self.pause = round(recipe.pauses * store.meta.fps / self.every)  # steps of the memory
@@ -255,7 +255,7 @@ class Batches:
         yield self.prepare(batch), 1.0
 
     def _there(self, x: Tensor) -> Tensor:
-        """On the store's device. Indices are worked out on the CPU, so that nobody waits for what a GPU still does."""
+        """On the store's device. Indices are worked out on the CPU: to ask a GPU for them is to wait until it is done."""
         return x.to(self.store.device, non_blocking=True)
 
     def _past(self) -> Tensor:
@@ -359,7 +359,7 @@ class Batches:
         states, place, rows = store.columns[OBS_STATE], shown.walked[:, begin:end], to(rows)
         before, part = to(place.long()), to(place.frac().to(states.dtype))
         path = torch.lerp(states[before], states[(before + 1).clamp_max(len(states) - 1)], part[..., None])
-        path[..., self.rates] *= to(shown.pace[:, begin:end, None])  # velocities
+        path = torch.where(self.going, path * to(shown.pace[:, begin:end, None]), path)
         batch[EPISODES] = Episodes(
             pictures=[batch.pop(camera) for camera in store.cameras],
             states=states[rows],

@@ -40,7 +40,7 @@ class Features:
         """Maps by row, (..., C, h, w), of one look for each of (N,) owners; the same draw gives the same looks."""
         kept = self.maps[camera]
         kinds, of = owner.cpu().unique(return_inverse=True)
-        look = torch.randint(len(kept), (len(kinds),), generator=draw)[of].to(rows.device)
+        look = torch.randint(len(kept), (len(kinds),), generator=draw)[of].to(rows.device, non_blocking=True)
         return kept[look.view(-1, *[1] * (rows.ndim - 1)), rows].float()
 
 

@@ -256,7 +256,7 @@ class FrameStore:
         """Rows so many frames away, clamped to the episode, and whether they had to be."""
         if deltas is None:
             return rows, torch.zeros_like(rows, dtype=torch.bool)
-        at = rows[:, None] + torch.tensor(list(deltas), device=rows.device)
+        at = rows[:, None] + torch.tensor(list(deltas)).to(rows.device, non_blocking=True)
         first, last = self.starts[episodes][:, None], self.ends[episodes][:, None] - 1
         return at.clamp(first, last), (at < first) | (at > last)
 

@@ -108,7 +108,8 @@ class Training:
                 policy.captured = GraphedScans(policy.recall.memory, made.episodes, batches.lengths(), fuse=fuse)
         begun = cls(made, seed, policy, model, optimizer, batches, accelerator, before, after)
         same = features is not None or made.memory == "none"  # the same work in every update
-        plain = not config.env_state_feature and not made.truncate
+        saves = getattr(config, "gradient_checkpointing", False)  # recomputes on the way back, which no graph holds
+        plain = not config.env_state_feature and not made.truncate and not saves
         if same and plain and device.type == "cuda" and shares == 1:
             begun.capture()
         return begun
@@ -117,7 +118,7 @@ class Training:
         """Captures the policy's network."""
         policy, readout, act = self.policy, None, self.made.policy == "act"
         try:
-            batch, _ = next(self.batches.at(0))
+            batch, _ = next(self.batches.at(0)) if act else ({}, 1.0)
             with self.accelerator.autocast():
                 if act and policy.recall is not None:
                     with torch.no_grad():

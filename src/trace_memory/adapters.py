@@ -3,7 +3,7 @@ The policies themselves are not known here.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float
@@ -84,6 +84,16 @@ class DiffusionAdapter(nn.Module):
         nn.init.zeros_(self.map.last.weight)
         nn.init.zeros_(self.map.last.bias)
         self.columns = nn.ModuleList(nn.Linear(width, out, bias=False) for out in maps)
+
+    def _load_from_state_dict(self, state: dict[str, Tensor], prefix: str, *rest: Any) -> None:
+        """Refuses weights of the adapter that was added to the condition, whatever `strict` says."""
+        if f"{prefix}map.last.weight" in state and f"{prefix}columns.0.weight" not in state:
+            errors: list[str] = rest[-1]
+            errors.append(
+                f"{prefix}columns: none there, expected {len(self.columns)}: weights of an adapter whose vector was added "
+                "to the condition, not appended (CHANGELOG). Train anew, or use the version that made them"
+            )
+        super()._load_from_state_dict(state, prefix, *rest)
 
     def forward(self, readout: Readout) -> Float[Tensor, "*n width"]:
         """The vector to append."""

@@ -141,6 +141,15 @@ def test_adapters(slots):
     torch.testing.assert_close(diffusion(r), torch.nn.functional.gelu(inside))
 
 
+def test_weights_of_the_adapter_that_added_are_refused():
+    """Also where everything else fits, and whoever loads does not mind what is missing."""
+    adapter = DiffusionAdapter(8, 8, [7])
+    old = {name: x for name, x in adapter.state_dict().items() if not name.startswith("columns")}
+    with pytest.raises(RuntimeError, match="columns: none there, expected 1"):
+        adapter.load_state_dict(old, strict=False)
+    adapter.load_state_dict(adapter.state_dict())
+
+
 def test_feature_modulation_starts_as_the_identity():
     modulation, features = FeatureModulation(6, 5), torch.randn(2, 5)
     assert torch.equal(modulation(torch.randn(2, 6)).apply(features), features)

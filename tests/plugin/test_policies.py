@@ -181,6 +181,15 @@ def test_attached_to_a_trained_policy_nothing_changes(kind, dataset):
     assert any(p.grad is not None and p.grad.abs().sum() > 0 for p in policy.recall.adapter.parameters())
 
 
+def test_gradient_checkpointing_is_refused_with_a_memory_only():
+    """It would compute the U-Net again when what the memory has said is gone."""
+    kind = "diffusion"
+    asked = {"gradient_checkpointing": True, **features(64), **SMALL[kind]}
+    with pytest.raises(ValueError, match="gradient_checkpointing: got true with a memory"):
+        OURS[kind][1](OURS[kind][0](memory=WHOLE, **asked))
+    OURS[kind][1](OURS[kind][0](memory=MemoryOptions(name="none"), **asked))
+
+
 @BOTH
 def test_without_a_memory_it_is_the_stock_policy(kind, dataset):
     stock = STOCK[kind][1](STOCK[kind][0](**features(64), **SMALL[kind]))
