@@ -191,7 +191,8 @@ class TraceDiffusionPolicy(Remembering, DiffusionPolicy):
 
     @property
     def _network(self) -> nn.Module:
-        return self.diffusion.unet
+        unet = self.diffusion.unet
+        return getattr(unet, "_orig_mod", unet)  # inside what torch.compile makes of it (compile_model)
 
     @property
     def _encoders(self) -> list[Any]:

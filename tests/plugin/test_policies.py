@@ -25,7 +25,7 @@ from lerobot.policies.factory import make_policy, make_pre_post_processors
 from lerobot.rollout.inference.rtc import supports_rtc_inference
 
 from lerobot_policy_trace import MemoryOptions, TraceActConfig, TraceDiffusionConfig
-from lerobot_policy_trace.modeling_trace import TraceActPolicy, TraceDiffusionPolicy
+from lerobot_policy_trace.modeling_trace import RecallingUnet, TraceActPolicy, TraceDiffusionPolicy, WidenedLinear
 from lerobot_policy_trace.paths import DatasetError, Paths
 from lerobot_policy_trace.recall import Content
 from trace_memory.config import MEMORIES
@@ -188,6 +188,14 @@ def test_gradient_checkpointing_is_refused_with_a_memory_only():
     with pytest.raises(ValueError, match="gradient_checkpointing: got true with a memory"):
         OURS[kind][1](OURS[kind][0](memory=WHOLE, **asked))
     OURS[kind][1](OURS[kind][0](memory=MemoryOptions(name="none"), **asked))
+
+
+def test_a_memory_finds_the_unet_inside_what_torch_compile_makes_of_it():
+    policy = OURS["diffusion"][1](OURS["diffusion"][0](compile_model=True, **features(64), **SMALL["diffusion"]))
+    assert policy._network is not policy.diffusion.unet
+    assert isinstance(policy._network, RecallingUnet)
+    widened = [part for part in policy._network.modules() if isinstance(part, WidenedLinear)]
+    assert len(widened) == len(policy.recall.adapter.columns) > 0
 
 
 @BOTH
