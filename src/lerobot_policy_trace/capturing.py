@@ -95,7 +95,7 @@ class FlatUnet(nn.Module):
 
     def __init__(self, policy: "TraceDiffusionPolicy"):
         super().__init__()
-        self.unet = policy._network
+        self.unet: Any = policy._network
         self.columns = None if policy.recall is None else policy.recall.adapter.columns
 
     def forward(self, noisy: Tensor, timestep: Tensor, condition: Tensor) -> Tensor:

@@ -108,8 +108,8 @@ class Training:
                 policy.captured = GraphedScans(policy.recall.memory, made.episodes, batches.lengths(), fuse=fuse)
         begun = cls(made, seed, policy, model, optimizer, batches, accelerator, before, after)
         same = features is not None or made.memory == "none"  # the same work in every update
-        saves = getattr(config, "gradient_checkpointing", False)  # recomputes on the way back, which no graph holds
-        plain = not config.env_state_feature and not made.truncate and not saves
+        other = any(getattr(config, name, False) for name in ("gradient_checkpointing", "compile_model"))
+        plain = not config.env_state_feature and not made.truncate and not other
         if same and plain and device.type == "cuda" and shares == 1:
             begun.capture()
         return begun
