@@ -172,6 +172,19 @@ def test_maps_that_do_not_fit_are_refused(dataset, monkeypatch):
         begin(dataset)
 
 
+def both_ways(training, network) -> list:
+    """Loss and gradients of a batch, with the policy's own forward pass and with another in its place."""
+    policy, found = training.policy, []
+    for each in (None, network):
+        policy.network = each
+        policy.zero_grad()
+        torch.manual_seed(0)
+        loss = policy(next(training.batches.at(0))[0])[0]
+        loss.backward()
+        found.append((loss.detach(), [p.grad.clone() for p in policy.parameters() if p.grad is not None]))
+    return found
+
+
 @pytest.mark.parametrize(("memory", "vae"), [("none", "true"), ("trace", "true"), ("trace", "false")])
 def test_what_would_be_captured_is_the_policys_own_forward(dataset, memory, vae):
     training = begin(dataset, memory, **{"policy.use_vae": vae == "true", "policy.dropout": 0.0})
@@ -182,14 +195,7 @@ def test_what_would_be_captured_is_the_policys_own_forward(dataset, memory, vae)
         actions, *latent = flat(*flat.given(batch))
         return actions, tuple(latent) or (None, None)
 
-    losses = []
-    for each in (None, network):
-        policy.network = each
-        policy.zero_grad()
-        torch.manual_seed(0)
-        loss = policy(next(training.batches.at(0))[0])[0]
-        loss.backward()
-        losses.append((loss.detach(), [p.grad.clone() for p in policy.parameters() if p.grad is not None]))
+    losses = both_ways(training, network)
     assert used
     assert "forward" not in policy.model.__dict__
     torch.testing.assert_close(*losses)
@@ -208,14 +214,7 @@ def test_what_would_be_captured_is_the_unets_own_forward(dataset, memory):
         used.append(noisy)
         return flat(noisy, timestep, global_cond)
 
-    losses = []
-    for each in (None, network):
-        policy.network = each
-        policy.zero_grad()
-        torch.manual_seed(0)
-        loss = policy(next(training.batches.at(0))[0])[0]
-        loss.backward()
-        losses.append((loss.detach(), [p.grad.clone() for p in policy.parameters() if p.grad is not None]))
+    losses = both_ways(training, network)
     assert len(used[0]) == training.made.batch
     assert "forward" not in policy.diffusion.unet.__dict__
     torch.testing.assert_close(*losses)
