@@ -3,7 +3,7 @@ the cue, the branch frame and the score are in `info["scoring"]`, for evaluation
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, SupportsFloat
 
 import gymnasium
@@ -39,7 +39,8 @@ class BenchEnv(gymnasium.Env[Observation, NDArray[np.float32]]):
 
     `delay` is the least number of control steps between the cue's disappearance and the first branch, `limit` the number
     after which a rollout is stopped, `size` that of pixels along a side of a picture; None is the profile's or the task's.
-    Pictures are drawn every `look_every` control steps, and shown again in between: for policies that do not look there.
+    Pictures are drawn at control steps for which `looks` is true, and shown again in between: for policies that do not look
+    there. At the beginning of an episode it must be.
     """
 
     def __init__(
@@ -52,7 +53,7 @@ class BenchEnv(gymnasium.Env[Observation, NDArray[np.float32]]):
         limit: int | None = None,
         size: int = 96,
         cameras: tuple[str, ...] = CAMERAS,
-        look_every: int = 1,
+        looks: Callable[[int], bool] | None = None,
         render_mode: str | None = "rgb_array",
     ):
         if split not in SPLITS:
@@ -66,13 +67,14 @@ class BenchEnv(gymnasium.Env[Observation, NDArray[np.float32]]):
         if render_mode not in {None, "rgb_array"}:
             raise OptionError(f"render_mode: got {render_mode!r}, expected 'rgb_array' or None")
         _integer("size", size, 8, LARGEST, "pixels")
-        _integer("look_every", look_every, 1, None, "control steps")
+        if looks is not None and not looks(0):
+            raise OptionError("looks: got False for step 0, expected True: an episode begins with a picture")
         if delay is not None:
             _integer("delay", delay, 0, None, "control steps")
         if limit is not None:
             _integer("limit", limit, 1, None, "control steps")
         self.bench, self.split, self.profile, self.size, self.cameras = task, split, profile, size, tuple(cameras)
-        self.look_every = look_every
+        self.looks = looks
         self.delay = profile.delay if delay is None else delay
         self.task, self.task_description = task.name, task.instruction  # LeRobot asks for these names
         self.render_mode = render_mode
@@ -170,7 +172,7 @@ class BenchEnv(gymnasium.Env[Observation, NDArray[np.float32]]):
             "episode_step": np.array([self.record.steps], dtype=np.int32),
         }
         if self.cameras:
-            if self.record.steps % self.look_every == 0:
+            if self.looks is None or self.looks(self.record.steps):
                 self._seen = {name: self.world.render(name, self.size, self.size) for name in self.cameras}
             observation["pixels"] = dict(self._seen)
         return observation

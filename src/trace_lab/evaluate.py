@@ -6,11 +6,10 @@ import contextlib
 import fcntl
 import hashlib
 import json
-import math
 import os
 import sys
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from functools import partial
 from io import StringIO
 from pathlib import Path
@@ -136,14 +135,22 @@ def settle(folder: Path, config: Any, task: str, seed: int | None, size: int | N
     }
 
 
-def look_every(config: Any) -> int:
-    """Control steps between two pictures that matter: the policy looks when it writes to its memory or needs new actions.
-    Diffusion also looks at what was a step before, an ensemble over time and the stock policies may look at any.
+def looks(step: int, acts: int, back: int, writes: int) -> bool:
+    """Whether a policy looks at the picture of a step: before each chunk of so many actions, at so many pictures before that
+    one, and where it writes to its memory (0: never).
     """
-    if config.type != "trace_act" or config.temporal_ensemble_coeff is not None:
-        return 1
+    return -step % acts <= back or (writes > 0 and step % writes == 0)
+
+
+def looking(config: Any) -> Callable[[int], bool] | None:
+    """At which pictures a policy looks; None: an ensemble over time and the stock policies may look at any."""
+    if (
+        config.type not in {"trace_act", "trace_diffusion"}
+        or getattr(config, "temporal_ensemble_coeff", None) is not None
+    ):
+        return None
     writes = 0 if config.memory.name == "none" else config.memory.update_every
-    return math.gcd(config.n_action_steps, writes)
+    return partial(looks, acts=config.n_action_steps, back=config.n_obs_steps - 1, writes=writes)
 
 
 def check(out: Path, settings: Fields) -> Fields:
@@ -320,7 +327,7 @@ def evaluate(
                 write_json(place / SETTINGS, {"settings": settings})
                 count = min(32 if rows == "auto" else rows, len(todo))
                 processes = min(len(os.sched_getaffinity(0)) if workers == "auto" else workers, count)
-                build = partial(make, name, look_every=look_every(config), **{x: settings[x] for x in ENV})
+                build = partial(make, name, looks=looking(config), **{x: settings[x] for x in ENV})
                 with Rows(build, count, processes) as envs:
                     crew = pilot(folder, config, first_seed)
                     content["summary"] = go(settings, place, file, envs, crew, todo, console)

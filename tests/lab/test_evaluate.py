@@ -7,6 +7,7 @@ import shutil
 import signal
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import av
 import numpy as np
@@ -22,7 +23,7 @@ from lerobot.policies.factory import make_pre_post_processors
 
 from lerobot_policy_trace import MemoryOptions, TraceActConfig, TraceDiffusionConfig
 from lerobot_policy_trace.modeling_trace import TraceActPolicy, TraceDiffusionPolicy
-from trace_bench.env import make
+from trace_bench.env import OptionError, make
 from trace_bench.registry import VERSIONS
 from trace_bench.robot import CAMERAS
 from trace_lab import evaluate as command
@@ -647,8 +648,8 @@ def test_checkpoints_that_cannot_be_used_are_named(runs, tmp_path, capsys):
 class Same:
     """Rows of one environment in this process, as `play` wants them; keeps what was asked for."""
 
-    def __init__(self, look_every: int):
-        self.count, self.row = 1, Row(make("Cable", size=SIZE, limit=14, look_every=look_every))
+    def __init__(self, size: int, looks: Any):
+        self.count, self.row = 1, Row(make("Cable", size=size, limit=14, looks=looks))
         self.actions: list[np.ndarray] = []
         self.drawn = 0
         draw = self.row.env.world.render
@@ -663,27 +664,42 @@ class Same:
         return [sheet]
 
 
-@pytest.mark.parametrize("kind", ["trace_act", "no memory"])
-def test_pictures_nobody_looks_at_need_not_be_drawn(runs, kind):
-    def acts(look_every):
-        pilot, rows = loaded(runs(kind)), Same(look_every)
-        pilot.policy.config.n_action_steps = 6
-        if pilot.policy.recall is not None:
-            pilot.policy.config.memory.update_every = 4
+@pytest.mark.parametrize(
+    ("kind", "drawn"),
+    [
+        ("trace_act", [0, 4, 6, 8, 12]),
+        ("no memory", [0, 6, 12]),
+        ("trace_diffusion", [0, 4, 5, 6, 8, 11, 12]),
+    ],
+)
+def test_pictures_nobody_looks_at_need_not_be_drawn(runs, kind, drawn):
+    def acts(choose):
+        pilot = loaded(runs(kind))
+        config = pilot.policy.config
+        config.n_action_steps = 6
+        config.memory.update_every = 4
+        rows = Same(command.eyes(config, None)[0], choose(config))
         for _ in play(rows, pilot, [Begin(0), Begin(1)], Meter()):
             pass
-        every = command.look_every(pilot.policy.config)
         rows.row.env.close()
-        return np.array(rows.actions), rows.drawn, every
+        return np.array(rows.actions), rows.drawn / len(config.image_features)
 
-    all_of_them, drawn, every = acts(1)
-    assert every == (2 if kind == "trace_act" else 6)
-    some, fewer, _ = acts(every)
+    def but(step):
+        return lambda config: lambda now: now != step and command.looking(config)(now)
+
+    all_of_them, every = acts(lambda _: None)
+    some, fewer = acts(command.looking)
     np.testing.assert_array_equal(some, all_of_them)
-    assert fewer < drawn
-    assert not np.array_equal(acts(9)[0], all_of_them)  # what the policy does look at matters
+    assert (every, fewer) == (2 * 15, 2 * len(drawn))
+    for step in drawn[1:]:  # what the policy does look at matters
+        assert not np.array_equal(acts(but(step))[0], all_of_them)
 
 
-@pytest.mark.parametrize("kind", ["ensemble", "act", "diffusion", "trace_diffusion"])
+@pytest.mark.parametrize("kind", ["ensemble", "act", "diffusion"])
 def test_others_may_look_at_any_picture(runs, kind):
-    assert command.look_every(loaded(runs(kind)).policy.config) == 1
+    assert command.looking(loaded(runs(kind)).policy.config) is None
+
+
+def test_an_episode_begins_with_a_picture():
+    with pytest.raises(OptionError, match="looks: got False for step 0"):
+        make("Cable", looks=lambda step: step > 0)
