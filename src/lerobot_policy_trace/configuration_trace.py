@@ -92,12 +92,25 @@ class MemoryOptions:
         return [-FAR, *(-self.stride * back for back in range(self.budget - 2, -1, -1))]
 
 
+def check_rest(config: "TraceActConfig | TraceDiffusionConfig") -> None:
+    """Refuses numbers of actions at rest that make no sense."""
+    rest, most = config.rest_action_steps, config.n_action_steps
+    if rest is not None and not 1 <= rest <= most:
+        raise ValueError(f"rest_action_steps: got {rest}, expected 1 to {most} (n_action_steps), or none")
+
+
 @PreTrainedConfig.register_subclass("trace_act")
 @dataclass
 class TraceActConfig(ACTConfig):
     """ACT with a memory."""
 
     memory: MemoryOptions = field(default_factory=MemoryOptions)
+    rest_action_steps: int | None = None  # actions carried out before it looks again while it rests; None: as always
+
+    def __post_init__(self) -> None:
+        """Checks what is ours."""
+        super().__post_init__()
+        check_rest(self)
 
     @property
     def observation_delta_indices(self) -> list[int] | None:
@@ -111,6 +124,12 @@ class TraceDiffusionConfig(DiffusionConfig):
     """Diffusion Policy with a memory."""
 
     memory: MemoryOptions = field(default_factory=MemoryOptions)
+    rest_action_steps: int | None = None  # as ACT's
+
+    def __post_init__(self) -> None:
+        """Checks what is ours."""
+        super().__post_init__()
+        check_rest(self)
 
     @property
     def observation_delta_indices(self) -> list[int]:

@@ -16,7 +16,7 @@ import torch
 from lerobot.utils.constants import OBS_STATE
 from torch import Tensor
 
-from lerobot_policy_trace.frozen import PRECISIONS, captured, choose, computing, exactly, frozen, version
+from lerobot_policy_trace.frozen import PRECISIONS, captured, choose, computing, exactly, frozen, lasting, version
 from lerobot_policy_trace.processor_trace import RAW_STATE
 from lerobot_policy_trace.schedule import ControlError, DeviceError, ObservationError, Schedule, Turn
 from trace_memory.memory import MemoryState, Readout
@@ -82,10 +82,11 @@ class Control:
         width = config.action_feature.shape[0]
         self.chunk = torch.zeros(rows, self.every, width, device=self.device)
         self.action = torch.zeros(rows, width, device=self.device)
+        self.lasts = torch.full((rows,), self.every, device=self.device)  # actions of the chunk that are carried out
         self.draws = hasattr(self.policy, "diffusion")  # whether a chunk takes random numbers
         names = [*self.given, "memory", "action"]
-        self.names, self.verdict = names, torch.zeros(len(names), device=self.device)
-        self._verdict = torch.zeros(len(names), pin_memory=self.device.type == "cuda")
+        self.names, self.verdict = names, torch.zeros(len(names) + rows, device=self.device)
+        self._verdict = torch.zeros(len(self.verdict), pin_memory=self.device.type == "cuda")
         self.error = 0.0  # of actions against float32, as measured here
         self.act = self._make(see=True, act=True)
         self.watch = self._make(see=True, act=False) if self.policy.recall is not None else None
@@ -165,20 +166,22 @@ class Control:
             new = torch.cat([x.flatten(1) for x in (*(state.cells[name] for name in names), *said[:5])], dim=1)
             carried = choose(due, new, base)
             says = said._replace(routing=None).either(due, held)
-        chunk, said_now = self.chunk, self.chunk
+        chunk, lasts, said_now = self.chunk, self.lasts, self.chunk
         if act and maps is not None:
             with policy._recalling(lambda: says), policy._encoded():
                 self.predicted = policy._act(seen | dict(zip(self.cameras, maps, strict=True))).float()
-            chunk, said_now = choose(want, self.predicted[:, : self.every], chunk), self.predicted
+            new = self.predicted[:, : self.every]
+            chunk, said_now = choose(want, new, chunk), self.predicted
+            lasts = choose(want, lasting(new, self.config.rest_action_steps), lasts)
         action = chunk[torch.arange(self.rows, device=self.device), position]
         whole = [*now.values(), carried, said_now]
-        self.verdict.copy_(
-            torch.stack([torch.linalg.vector_norm(x, float("inf")) if x.numel() else x.sum() for x in whole])
-        )
+        size = torch.stack([torch.linalg.vector_norm(x, float("inf")) if x.numel() else x.sum() for x in whole])
+        self.verdict.copy_(torch.cat([size, lasts.to(size)]))
         good = torch.isfinite(self.verdict).all()
-        for old, new in ((self.carried, carried), (self.chunk, chunk), (self.action, action)):
-            if old is not new:
-                torch.where(good, new, old, out=old)
+        kept = ((self.carried, carried), (self.chunk, chunk), (self.lasts, lasts), (self.action, action))
+        for buffer, value in kept:
+            if buffer is not value:
+                torch.where(good, value, buffer, out=buffer)
         for key, old in self.past.items():
             torch.where(good, seen[key][:, 1:], old, out=old)
         self._verdict.copy_(self.verdict, non_blocking=True)
@@ -256,12 +259,13 @@ class Control:
             self._noise(noise)
             self.interrupted = False
             raise DeviceError(f"{self.device}: {(str(error) or repr(error)).splitlines()[0]}") from error
-        bad = [name for name, x in zip(self.names, self._verdict.tolist(), strict=True) if not math.isfinite(x)]
+        verdict = self._verdict.tolist()
+        bad = [name for name, x in zip(self.names, verdict, strict=False) if not math.isfinite(x)]
         if bad := [name for name in bad if name in self.given] or bad:
             self._noise(noise)
             self.interrupted = False
             raise ObservationError(f"{', '.join(bad)}: has a NaN or infinite value, expected finite numbers")
-        self.schedule.keep(turn)
+        self.schedule.keep(turn, [int(x) for x in verdict[len(self.names) :]])
         self.interrupted = False
         if IDLE in self.schedule.taken and not self.idle:
             slots = self._cells().get("slots")

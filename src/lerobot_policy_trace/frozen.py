@@ -23,11 +23,23 @@ PRECISIONS = {
     "fp16": "CPU: the memory's weights kept in float16, computed in float32",
 }
 WARM_UP = 3  # calls before a graph is captured
+STILL = 0.05  # of normalised actions, whose spread is about 1: less is no movement
 
 
 def choose(rows: Tensor, yes: Tensor, no: Tensor) -> Tensor:
     """Row by row one or the other."""
     return torch.where(rows.view(-1, *[1] * (max(yes.ndim, no.ndim) - 1)), yes, no)
+
+
+def lasting(chunk: Tensor, rest: int | None) -> Tensor:
+    """(rows,): how many actions of (rows, n, d) chunks are carried out before the next look. All of them; but where the
+    first `rest` leave the robot as it is, only those: who waits looks more often than who moves.
+    """
+    count = chunk.new_full(chunk.shape[:1], chunk.shape[1], dtype=torch.int64)
+    if rest is None:
+        return count
+    moved = (chunk[:, :rest] - chunk[:, :1]).abs().amax((1, 2))
+    return torch.where(moved <= STILL, rest, count)
 
 
 def version(policy: nn.Module) -> int:

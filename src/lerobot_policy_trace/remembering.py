@@ -12,7 +12,7 @@ from lerobot.utils.constants import OBS_STATE
 from torch import Tensor
 
 from lerobot_policy_trace.control import IDLE, Control
-from lerobot_policy_trace.frozen import choose, version
+from lerobot_policy_trace.frozen import choose, lasting, version
 from lerobot_policy_trace.learning import Batch, Learning
 from lerobot_policy_trace.processor_trace import RAW_STATE
 from lerobot_policy_trace.schedule import EPISODE_STEP, ControlError
@@ -64,6 +64,7 @@ class Remembering(Learning):
         self._missed = False
         self._chunk: Tensor | None = None
         self._position: Tensor | None = None
+        self._lasts: Tensor | None = None  # actions of each row's chunk that are carried out
 
     @property
     def readout(self) -> Readout | None:
@@ -219,17 +220,16 @@ class Remembering(Learning):
         batch = self._arrive(batch, fresh)
         if getattr(self.config, "temporal_ensemble_coeff", None) is not None:
             return self._ensemble(batch, fresh)
-        if self._chunk is None or self._position is None or len(self._chunk) != len(fresh):
-            self._chunk, self._position = None, torch.zeros(len(fresh), dtype=torch.int64, device=fresh.device)
-        due = (
-            fresh | (self._position >= self.config.n_action_steps)
-            if self._chunk is not None
-            else torch.ones_like(fresh)
-        )
+        if self._chunk is None or self._position is None or self._lasts is None or len(self._chunk) != len(fresh):
+            self._chunk, due = None, torch.ones_like(fresh)
+            self._position = self._lasts = torch.zeros(len(fresh), dtype=torch.int64, device=fresh.device)
+        else:
+            due = fresh | (self._position >= self._lasts)
         if due.any():
             new = self._predict(batch, **kwargs)[:, : self.config.n_action_steps]
             self._chunk = new if self._chunk is None else torch.where(due[:, None, None], new, self._chunk)
             self._position = torch.where(due, 0, self._position)
+            self._lasts = torch.where(due, lasting(new, self.config.rest_action_steps), self._lasts)
         else:
             self._watch(batch)
         assert self._chunk is not None

@@ -55,7 +55,7 @@ class Schedule:
         self,
         shapes: dict[str, tuple[int, ...]],  # of every input, rows first
         rows: int,
-        every: int,  # actions of a chunk that are carried out
+        every: int,  # actions of a chunk that are carried out, at most
         rate: int,  # observations between two that the memory takes in
         late: float | None,
         *,
@@ -68,13 +68,16 @@ class Schedule:
     def reset(self) -> None:
         """A new episode in every row."""
         self.seen, self.taken = [0] * self.rows, [0] * self.rows
-        self.position: list[int] = [self.every] * self.rows
+        self.position, self.lasts = [self.every] * self.rows, [self.every] * self.rows
         self.clock: list[int] | None = None
         self.stamp: list[float] | None = None
         self.begun, self.missed = False, False
 
-    def keep(self, turn: Turn) -> None:
-        """The step is done. Rows that began in it need a new chunk, unless an action was taken too (`acted`)."""
+    def keep(self, turn: Turn, lasts: list[int]) -> None:
+        """The step is done, and of each row's chunk so many actions are carried out. Rows that began in it need a new chunk,
+        unless an action was taken too (`acted`).
+        """
+        self.lasts = lasts
         self.taken = [n + yes for n, yes in zip(turn.taken, turn.due, strict=True)]
         self.seen, self.clock, self.stamp, self.begun = turn.seen, turn.clock, turn.stamp, True
         self.position = [self.every if fresh else at for fresh, at in zip(turn.fresh, self.position, strict=True)]
@@ -101,7 +104,7 @@ class Schedule:
         seen = [0 if new else count for new, count in zip(fresh, self.seen, strict=True)]
         taken = [0 if new else count for new, count in zip(fresh, self.taken, strict=True)]
         due = [not same and count % self.rate == 0 for same, count in zip(again, seen, strict=True)]
-        want = [new or at >= self.every for new, at in zip(fresh, self.position, strict=True)]
+        want = [new or at >= last for new, at, last in zip(fresh, self.position, self.lasts, strict=True)]
         position = [0 if new else at for new, at in zip(want, self.position, strict=True)]
         seen = [count + (not same) for count, same in zip(seen, again, strict=True)]
         return Turn(fresh, due, want, position, taken, seen, clock, stamp)

@@ -32,7 +32,7 @@ POLICIES = ("act", "diffusion", "trace_act", "trace_diffusion")
 FILES = ("config.json", "model.safetensors", "policy_preprocessor.json", "policy_postprocessor.json")
 SETTINGS, RESULTS = "evaluation.json", "evaluation.jsonl"
 ENV = ("split", "profile", "delay", "limit", "size", "cameras")
-OPTIONS = ("split", "profile", "delay", "limit", "cue", "actions", "draws", "first_seed", "episodes")
+OPTIONS = ("split", "profile", "delay", "limit", "cue", "actions", "rest", "draws", "first_seed", "episodes")
 Fields = dict[str, Any]  # of json
 
 
@@ -97,8 +97,10 @@ def pilot(folder: Path, config: Any, seed: int) -> Pilot:
     return Pilot(policy, *pipelines)
 
 
-def pace(config: Any, actions: int | None, draws: int | None) -> None:
-    """Lets a policy look after so many actions and draw them in so many steps, in place of its own numbers."""
+def pace(config: Any, actions: int | None, rest: int | None, draws: int | None) -> None:
+    """Lets a policy look after so many actions, after so many while it rests, and draw them in so many steps, in place of
+    its own numbers.
+    """
     diffusion = config.type.endswith("diffusion")
     if actions is not None:
         most = config.horizon - config.n_obs_steps + 1 if diffusion else config.chunk_size
@@ -107,6 +109,12 @@ def pace(config: Any, actions: int | None, draws: int | None) -> None:
         if not 1 <= actions <= most:
             raise UsageError(f"--actions: got {actions}, expected 1 to {most}, which is as far as the policy can go")
         config.n_action_steps = actions
+    if rest is not None:
+        if not config.type.startswith("trace_"):
+            raise UsageError(f"--rest: got {rest}, expected none: a stock policy looks as often at rest as ever")
+        if not 1 <= rest <= config.n_action_steps:
+            raise UsageError(f"--rest: got {rest}, expected 1 to {config.n_action_steps}, its actions while it moves")
+        config.rest_action_steps = rest
     if draws is not None:
         if not diffusion:
             raise UsageError(f"--draws: got {draws}, expected none: only Diffusion Policy draws actions")
@@ -143,11 +151,12 @@ def looks(step: int, acts: int, back: int, writes: int) -> bool:
 
 
 def looking(config: Any) -> Callable[[int], bool] | None:
-    """At which pictures a policy looks; None: an ensemble over time and the stock policies may look at any."""
-    if (
-        config.type not in {"trace_act", "trace_diffusion"}
-        or getattr(config, "temporal_ensemble_coeff", None) is not None
-    ):
+    """At which pictures a policy looks; None: an ensemble over time, the stock policies, and who looks more often at rest
+    may look at any.
+    """
+    if not config.type.startswith("trace_") or config.rest_action_steps is not None:
+        return None
+    if getattr(config, "temporal_ensemble_coeff", None) is not None:
         return None
     writes = 0 if config.memory.name == "none" else config.memory.update_every
     return partial(looks, acts=config.n_action_steps, back=config.n_obs_steps - 1, writes=writes)
@@ -266,6 +275,7 @@ def evaluate(
     limit: int | None = None,
     cue: int | None = None,
     actions: int | None = None,
+    rest: int | None = None,
     draws: int | None = None,
     rows: int | Literal["auto"] = "auto",
     workers: int | Literal["auto"] = "auto",
@@ -292,6 +302,8 @@ def evaluate(
         cue: every episode has this one, counted from 0, in place of its seed's. With each of them in turn (and a folder for
             each, --out) it shows whether the choice in a scene changes with the cue at all.
         actions: how many the policy does from one look to the next; its own number (n_action_steps) if not said.
+        rest: how many while it rests, that is where these would not move it; its own number (rest_action_steps; none, unless
+            chosen) if not said.
         draws: steps in which Diffusion Policy draws its actions; its own number (num_inference_steps) if not said.
         rows: episodes played at once; auto is up to 32.
         workers: processes that simulate; auto is one for each core.
@@ -316,7 +328,7 @@ def evaluate(
             raise UsageError(f"--out: say where to write, because {checkpoint} is in no run")
         place = out or Path(run or "", "evaluation", name)
         config = configuration(folder, device)
-        pace(config, actions, draws)
+        pace(config, actions, rest, draws)
         options = {each: asked[each] for each in OPTIONS}
         settings = settle(folder, config, name, notes.get("seed"), size, **options)
         check(place, settings)

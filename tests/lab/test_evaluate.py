@@ -21,7 +21,7 @@ from lerobot.policies.diffusion.configuration_diffusion import DiffusionConfig
 from lerobot.policies.diffusion.modeling_diffusion import DiffusionPolicy
 from lerobot.policies.factory import make_pre_post_processors
 
-from lerobot_policy_trace import MemoryOptions, TraceActConfig, TraceDiffusionConfig
+from lerobot_policy_trace import MemoryOptions, TraceActConfig, TraceDiffusionConfig, frozen
 from lerobot_policy_trace.modeling_trace import TraceActPolicy, TraceDiffusionPolicy
 from trace_bench.env import OptionError, make
 from trace_bench.registry import VERSIONS
@@ -225,9 +225,11 @@ def test_every_episode_has_the_cue_that_was_asked_for(five, runs, tmp_path):
 @pytest.mark.parametrize(
     ("kind", "asked", "message"),
     [
-        ("ensemble", (2, None), "--actions: got 2, expected 1 to 1"),
-        ("diffusion", (8, None), "--actions: got 8, expected 1 to 7"),  # a horizon of 8, of which one is past
-        ("diffusion", (None, 101), "--draws: got 101, expected 1 to 100"),
+        ("ensemble", (2, None, None), "--actions: got 2, expected 1 to 1"),
+        ("diffusion", (8, None, None), "--actions: got 8, expected 1 to 7"),  # a horizon of 8, of which one is past
+        ("diffusion", (None, None, 101), "--draws: got 101, expected 1 to 100"),
+        ("diffusion", (None, 2, None), "--rest: got 2, expected none: a stock policy looks as often at rest as ever"),
+        ("trace_act", (5, 6, None), "--rest: got 6, expected 1 to 5, its actions while it moves"),
     ],
 )
 def test_a_policy_is_not_asked_for_more_than_it_can(kind, asked, message, runs):
@@ -236,12 +238,14 @@ def test_a_policy_is_not_asked_for_more_than_it_can(kind, asked, message, runs):
         command.pace(command.configuration(folder, "cpu"), *asked)
 
 
-@pytest.mark.parametrize(("actions", "looks"), [(None, 2), (1, 5), (5, 1)])
-def test_a_policy_looks_and_draws_as_asked(actions, looks, runs):
+@pytest.mark.parametrize(("actions", "rest", "looks"), [(None, None, 2), (1, None, 5), (5, None, 1), (5, 2, 3)])
+def test_a_policy_looks_and_draws_as_asked(actions, rest, looks, runs, monkeypatch):
     """Five steps, of a policy that looks after three actions and draws them in two steps."""
     folder, _ = command.find(runs("trace_diffusion"))
     config = command.configuration(folder, "cpu")
-    command.pace(config, actions, 1 if actions else None)
+    command.pace(config, actions, rest, 1 if actions else None)
+    monkeypatch.setattr(frozen, "STILL", 1e9)  # whatever it does is a rest
+    assert (command.looking(config) is None) == (rest is not None)
     crew, drawn = command.pilot(folder, config, 0), []
     policy = crew.policy
     assert policy.diffusion.num_inference_steps == (1 if actions else 2)
@@ -287,6 +291,7 @@ def test_other_settings_are_refused(five, runs, tmp_path, capsys):
         (["--first-seed", "7"], "first_seed: found 0, asked for 7"),
         (["--delay", "9"], "delay: found 60, asked for 9"),
         (["--actions", "2"], "actions: found None, asked for 2"),
+        (["--rest", "2"], "rest: found None, asked for 2"),
     ):
         assert main(words(other, out, 5, *options)) == 1
         assert difference in capsys.readouterr().err

@@ -12,7 +12,8 @@ import torch
 from lerobot.configs import FeatureType, PolicyFeature
 from lerobot.utils.constants import OBS_STATE
 
-from lerobot_policy_trace import MemoryOptions, TraceActConfig, TraceDiffusionConfig
+from lerobot_policy_trace import MemoryOptions, TraceActConfig, TraceDiffusionConfig, frozen, remembering
+from lerobot_policy_trace.frozen import STILL, lasting
 from lerobot_policy_trace.modeling_trace import TraceActPolicy, TraceDiffusionPolicy
 from lerobot_policy_trace.processor_trace import RAW_STATE
 from lerobot_policy_trace.schedule import (
@@ -127,6 +128,39 @@ def test_whatever_the_memory(memory, device):
     policy = make("act", device, memory)
     eager, fast = both(policy, observations(2, 14, device, restart=[(7, 1)]), 2)
     torch.testing.assert_close(fast, eager, rtol=0, atol=1e-4)
+
+
+def test_who_rests_looks_more_often_than_who_moves():
+    chunk = torch.zeros(4, 6, 2)
+    chunk[1, 3:] = 1.0  # rests for three actions
+    chunk[2, 2:] = 1.0  # for two
+    chunk[3] = torch.linspace(0, 2 * STILL, 6)[:, None]  # moves slowly: too far in six actions, not in three
+    assert lasting(chunk, None).tolist() == [6, 6, 6, 6]
+    assert lasting(chunk, 3).tolist() == [3, 3, 6, 3]
+    assert lasting(chunk, 6).tolist() == [6, 6, 6, 6]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("kind", ["act", "diffusion"])
+def test_rows_that_rest_and_rows_that_move(kind, device, monkeypatch):
+    policy = make(kind, device, rest_action_steps=2)
+    batches = observations(3, 23, device, restart=[(5, 1), (15, 1)])
+    chunks = torch.stack([policy.predict_action_chunk(batch)[:, :2] for batch in batches])
+    middle = float((chunks[:, :, 1] - chunks[:, :, 0]).abs().amax(-1).median())
+    monkeypatch.setattr(frozen, "STILL", middle)  # about half of the chunks are rests
+    found, ask = [], lasting
+    monkeypatch.setattr(remembering, "lasting", lambda *given: (found.append(ask(*given)), found[-1])[1])
+    eager, fast = both(policy, batches, 3)
+    torch.testing.assert_close(fast, eager, rtol=0, atol=1e-4)
+    assert set(torch.cat(found).tolist()) == {2, 4}
+    seldom = both(make(kind, device), batches, 3)[0]
+    assert not torch.equal(seldom, eager)
+
+
+@pytest.mark.parametrize("rest", [0, 5])
+def test_actions_at_rest_that_make_no_sense(rest):
+    with pytest.raises(ValueError, match=rf"rest_action_steps: got {rest}, expected 1 to 4 \(n_action_steps\)"):
+        make(rest_action_steps=rest)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="fusing pays, and is used, on a GPU only")
