@@ -39,7 +39,7 @@ def lasting(chunk: Tensor, rest: int | None) -> Tensor:
     if rest is None:
         return count
     moved = (chunk[:, :rest] - chunk[:, :1]).abs().amax((1, 2))
-    return torch.where(moved <= STILL, rest, count)
+    return torch.where(moved <= STILL, min(rest, chunk.shape[1]), count)
 
 
 def version(policy: nn.Module) -> int:

@@ -74,13 +74,13 @@ class Schedule:
         self.begun, self.missed = False, False
 
     def keep(self, turn: Turn, lasts: list[int]) -> None:
-        """The step is done, and of each row's chunk so many actions are carried out. Rows that began in it need a new chunk,
-        unless an action was taken too (`acted`).
+        """The step is done, and of each row's chunk so many actions are carried out. Rows that began in it, or whose chunk
+        was used up, need a new one, unless an action was taken too (`acted`).
         """
         self.lasts = lasts
         self.taken = [n + yes for n, yes in zip(turn.taken, turn.due, strict=True)]
         self.seen, self.clock, self.stamp, self.begun = turn.seen, turn.clock, turn.stamp, True
-        self.position = [self.every if fresh else at for fresh, at in zip(turn.fresh, self.position, strict=True)]
+        self.position = [self.every if want else at for want, at in zip(turn.want, self.position, strict=True)]
 
     def acted(self, turn: Turn) -> None:
         """The next action of the chunk was carried out."""

@@ -115,6 +115,9 @@ def pace(config: Any, actions: int | None, rest: int | None, draws: int | None) 
         if not 1 <= rest <= config.n_action_steps:
             raise UsageError(f"--rest: got {rest}, expected 1 to {config.n_action_steps}, its actions while it moves")
         config.rest_action_steps = rest
+    own = getattr(config, "rest_action_steps", None)
+    if own is not None and own > config.n_action_steps:
+        raise UsageError(f"--actions: got {actions}, but at rest it is {own}; expected as many at least, or a --rest")
     if draws is not None:
         if not diffusion:
             raise UsageError(f"--draws: got {draws}, expected none: only Diffusion Policy draws actions")

@@ -42,6 +42,7 @@ DIFFUSION = {
 TINY = MemoryOptions(preset="tiny", depth=2)
 KINDS = {
     "trace_act": lambda **f: TraceActPolicy(TraceActConfig(memory=TINY, **ACT, **f)),
+    "resting": lambda **f: TraceActPolicy(TraceActConfig(memory=TINY, rest_action_steps=2, **ACT, **f)),
     "no memory": lambda **f: TraceActPolicy(TraceActConfig(memory=MemoryOptions(name="none"), **ACT, **f)),
     "ensemble": lambda **f: TraceActPolicy(
         TraceActConfig(memory=TINY, **ACT | {"n_action_steps": 1}, temporal_ensemble_coeff=0.1, **f)
@@ -230,6 +231,7 @@ def test_every_episode_has_the_cue_that_was_asked_for(five, runs, tmp_path):
         ("diffusion", (None, None, 101), "--draws: got 101, expected 1 to 100"),
         ("diffusion", (None, 2, None), "--rest: got 2, expected none: a stock policy looks as often at rest as ever"),
         ("trace_act", (5, 6, None), "--rest: got 6, expected 1 to 5, its actions while it moves"),
+        ("resting", (1, None, None), "--actions: got 1, but at rest it is 2; expected as many at least, or a --rest"),
     ],
 )
 def test_a_policy_is_not_asked_for_more_than_it_can(kind, asked, message, runs):

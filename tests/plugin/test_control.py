@@ -138,6 +138,7 @@ def test_who_rests_looks_more_often_than_who_moves():
     assert lasting(chunk, None).tolist() == [6, 6, 6, 6]
     assert lasting(chunk, 3).tolist() == [3, 3, 6, 3]
     assert lasting(chunk, 6).tolist() == [6, 6, 6, 6]
+    assert lasting(chunk[:, :2], 3).tolist() == [2, 2, 2, 2]  # whoever has shortened the chunk since
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -155,6 +156,22 @@ def test_rows_that_rest_and_rows_that_move(kind, device, monkeypatch):
     assert set(torch.cat(found).tolist()) == {2, 4}
     seldom = both(make(kind, device), batches, 3)[0]
     assert not torch.equal(seldom, eager)
+
+
+def test_a_prediction_aside_leaves_the_chunk_at_rest_as_it_was(monkeypatch):
+    """A chunk that is used up is not gone on with after one that nobody carried out."""
+    policy, batches, found = make(rest_action_steps=2), observations(1, 8), []
+    for fast in (False, True):
+        each = copy.deepcopy(policy)
+        each.reset()
+        monkeypatch.setattr(frozen, "STILL", 1e9)
+        if fast:
+            each.compile_for_control(1, precision="float32", fuse=False)
+        actions = [each.select_action(batch) for batch in batches[:2]]
+        monkeypatch.setattr(frozen, "STILL", 0.0)  # what is predicted aside is longer
+        each.predict_action_chunk(batches[2])
+        found.append(torch.stack(actions + [each.select_action(batch) for batch in batches[3:]]))
+    torch.testing.assert_close(found[1], found[0], rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize("rest", [0, 5])
