@@ -145,7 +145,7 @@ def test_who_rests_looks_more_often_than_who_moves():
 @pytest.mark.parametrize("kind", ["act", "diffusion"])
 def test_rows_that_rest_and_rows_that_move(kind, device, monkeypatch):
     policy = make(kind, device, rest_action_steps=2)
-    batches = observations(3, 23, device, restart=[(5, 1), (15, 1)])
+    batches = observations(3, 12, device, restart=[(5, 1)])
     chunks = torch.stack([policy.predict_action_chunk(batch)[:, :2] for batch in batches])
     middle = float((chunks[:, :, 1] - chunks[:, :, 0]).abs().amax(-1).median())
     monkeypatch.setattr(frozen, "STILL", middle)  # about half of the chunks are rests
@@ -154,8 +154,6 @@ def test_rows_that_rest_and_rows_that_move(kind, device, monkeypatch):
     eager, fast = both(policy, batches, 3)
     torch.testing.assert_close(fast, eager, rtol=0, atol=1e-4)
     assert set(torch.cat(found).tolist()) == {2, 4}
-    seldom = both(make(kind, device), batches, 3)[0]
-    assert not torch.equal(seldom, eager)
 
 
 def test_a_prediction_aside_leaves_the_chunk_at_rest_as_it_was(monkeypatch):
