@@ -112,12 +112,14 @@ def pace(config: Any, actions: int | None, rest: int | None, draws: int | None) 
     if rest is not None:
         if not config.type.startswith("trace_"):
             raise UsageError(f"--rest: got {rest}, expected none: a stock policy looks as often at rest as ever")
-        if not 1 <= rest <= config.n_action_steps:
-            raise UsageError(f"--rest: got {rest}, expected 1 to {config.n_action_steps}, its actions while it moves")
         config.rest_action_steps = rest
-    own = getattr(config, "rest_action_steps", None)
-    if own is not None and own > config.n_action_steps:
-        raise UsageError(f"--actions: got {actions}, but at rest it is {own}; expected as many at least, or a --rest")
+    if config.type.startswith("trace_"):
+        from lerobot_policy_trace.configuration_trace import check_rest
+
+        try:
+            check_rest(config)
+        except ValueError as error:
+            raise UsageError(f"--actions, --rest: {error}") from error
     if draws is not None:
         if not diffusion:
             raise UsageError(f"--draws: got {draws}, expected none: only Diffusion Policy draws actions")

@@ -230,8 +230,8 @@ def test_every_episode_has_the_cue_that_was_asked_for(five, runs, tmp_path):
         ("diffusion", (8, None, None), "--actions: got 8, expected 1 to 7"),  # a horizon of 8, of which one is past
         ("diffusion", (None, None, 101), "--draws: got 101, expected 1 to 100"),
         ("diffusion", (None, 2, None), "--rest: got 2, expected none: a stock policy looks as often at rest as ever"),
-        ("trace_act", (5, 6, None), "--rest: got 6, expected 1 to 5, its actions while it moves"),
-        ("resting", (1, None, None), "--actions: got 1, but at rest it is 2; expected as many at least, or a --rest"),
+        ("trace_act", (5, 6, None), "--actions, --rest: rest_action_steps: got 6, expected 1 to 5 "),
+        ("resting", (1, None, None), "--actions, --rest: rest_action_steps: got 2, expected 1 to 1 "),
     ],
 )
 def test_a_policy_is_not_asked_for_more_than_it_can(kind, asked, message, runs):
