@@ -41,7 +41,9 @@ class MemoryConfig:
     slots: int = 4  # K
     depth: int = 3  # p
     key: str = "signature"  # or "logsignature"
-    path: str = "mixes"  # the key is also written, and told to the policy, as in the paper; or "routes", nothing else
+    path: str = (
+        "mixes"  # the key is also written, and told to the policy, as in the paper; "writes": not told; "routes"
+    )
     clock: str = "time"  # every step is a write, as in the paper; or "path": only way made is, not waiting
     rates: tuple[int, ...] = ()  # channels that are velocities, for the path's clock: at rest they are zero
     fade: float = 32.0  # path length over which the key forgets, in standardised units
@@ -58,7 +60,7 @@ class MemoryConfig:
     def __post_init__(self) -> None:
         """Refuses impossible numbers and unknown words by name."""
         words = {"key": list(SIGNATURES), "gate": list(GATES), "start": ["content", "pytorch"]}
-        words |= {"path": ["routes", "mixes"], "clock": ["path", "time"], "name": list(MEMORIES)}
+        words |= {"path": ["routes", "writes", "mixes"], "clock": ["path", "time"], "name": list(MEMORIES)}
         for field, known in words.items():
             value = getattr(self, field)
             if value not in known:
@@ -124,7 +126,7 @@ def _trace(slots: type[Slots] = Slots, keys: type[Keys] = Keys) -> Callable[[Mem
         q = 2 * c.width + key.anchor
         bank = slots(
             c.slots, c.width, c.hidden, c.content, q, _gate(c), tau=c.tau, identity=c.identity, read_gain=c.read_gain,
-            mixes=c.path == "mixes", level=key.level,
+            mixes=c.path != "routes", level=key.level,
         )  # fmt: skip
         normaliser = Normaliser(c.channels, signature.dim, c.bound, c.rates)
         if c.start == "pytorch":
@@ -132,7 +134,8 @@ def _trace(slots: type[Slots] = Slots, keys: type[Keys] = Keys) -> Callable[[Mem
             _as_pytorch(bank)
         else:
             _content_first(bank)
-        return TraceMemory(normaliser, signature, key, bank, content=c.content, timed=c.clock == "time")
+        timed, tells = c.clock == "time", c.path == "mixes"
+        return TraceMemory(normaliser, signature, key, bank, content=c.content, timed=timed, tells=tells)
 
     return build_trace
 

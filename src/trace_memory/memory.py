@@ -278,10 +278,11 @@ class TraceMemory(Memory):
         *,
         content: int,
         timed: bool = True,
+        tells: bool = True,
     ):
         super().__init__(content=content, channels=signature.channels, width=slots.width)
         self.normaliser, self.signature, self.keys, self.slots = normaliser, signature, keys, slots
-        self.timed = timed
+        self.timed, self.tells = timed, tells
 
     @property
     def cell_shapes(self) -> dict[str, tuple[int, ...]]:
@@ -328,8 +329,8 @@ class TraceMemory(Memory):
         return torch.ones_like(pace) if self.timed else torch.where(first, 1.0, pace)
 
     def _told(self, key: Key) -> tuple[Tensor, Tensor]:
-        """What the policy is told of the key: nothing, unless the path mixes with what is remembered."""
-        return (key.g, key.dg) if self.slots.mixes else (torch.zeros_like(key.g), torch.zeros_like(key.dg))
+        """What the policy is told of the key: nothing, unless the memory `tells`."""
+        return (key.g, key.dg) if self.tells else (torch.zeros_like(key.g), torch.zeros_like(key.dg))
 
     def _anchor(self, state: MemoryState, contents: Tensor, valid: Tensor) -> Tensor:
         """Content of each row's first step, now or as remembered."""

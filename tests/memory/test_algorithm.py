@@ -33,11 +33,11 @@ def two_layers(phi, x):
 
 @pytest.mark.parametrize("anchor", [False, True])
 @pytest.mark.parametrize("form", [{"gate": "scalar", "start": "pytorch", "bound": math.inf}, {}])
-@pytest.mark.parametrize("mixes", [True, False])
+@pytest.mark.parametrize("way", ["mixes", "writes", "routes"])
 @pytest.mark.parametrize("clock", ["time", "path", "rates"])
-def test_the_whole_step_is_algorithm_1(form, anchor, mixes, clock):
-    timed, rates = clock == "time", [1] if clock == "rates" else []
-    kinds = {"path": "mixes" if mixes else "routes", "clock": "time" if timed else "path", "rates": tuple(rates)}
+def test_the_whole_step_is_algorithm_1(form, anchor, way, clock):
+    timed, rates, mixes = clock == "time", [1] if clock == "rates" else [], way != "routes"
+    kinds = {"path": way, "clock": "time" if timed else "path", "rates": tuple(rates)}
     memory = fitted(anchor=anchor, fade=math.inf, **kinds, **form)
     contents, path = data()
     _, readouts = memory.scan(contents[None], path[None])
@@ -81,7 +81,7 @@ def test_the_whole_step_is_algorithm_1(form, anchor, mixes, clock):
         alpha = torch.softmax(scores, 0)
         z = sum(alpha[k] * slots.W_V_read(M[k]) for k in range(4))
         found = readouts.at(t)
-        told = {"g": g, "dg": dg} if mixes else {"g": torch.zeros_like(g), "dg": torch.zeros_like(g)}
+        told = {"g": g, "dg": dg} if way == "mixes" else {"g": torch.zeros_like(g), "dg": torch.zeros_like(g)}
         for name, expected in {"slots": M, "z": z, "alpha": alpha, **told}.items():
             torch.testing.assert_close(getattr(found, name)[0], expected, rtol=1e-9, atol=1e-9, msg=f"{name} at {t}")
         torch.testing.assert_close(found.routing.omega[0], omega)

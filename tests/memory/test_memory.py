@@ -16,6 +16,7 @@ SMALL = MemoryConfig(channels=D, content=C, width=16, hidden=16, depth=2, fade=4
 VARIANTS = {name: replace(SMALL, name=name) for name in MEMORIES} | {
     "anchored": replace(SMALL, anchor=True),
     "routes only": replace(SMALL, path="routes"),
+    "not told": replace(SMALL, path="writes"),
     "path clock": replace(SMALL, clock="path"),
     "waits": replace(SMALL, clock="path", rates=(0,), anchor=True, path="routes"),
     "paper form": replace(SMALL, gate="scalar", fade=math.inf, bound=math.inf),
