@@ -99,9 +99,7 @@ class Training:
         share, shares = accelerator.process_index, accelerator.num_processes
         batches = Batches(store, config, before, made, seed, share, shares)
         batches.features = features
-        alone = (
-            device.type == "cuda" and shares == 1 and not made.truncate
-        )  # DistributedDataParallel cannot be captured
+        alone = device.type == "cuda" and shares == 1 and not made.truncate  # several GPUs do not go with capture
         fuse = alone and made.steps >= FUSE and compiles()
         if alone and made.steps >= FUSE and not fuse:
             (console or Console(stderr=True)).print(SLOWER)
