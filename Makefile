@@ -15,7 +15,7 @@ demo: setup  ## the main job: see a policy with memory choose right where one wi
 	@$(BIN)/tracemem demo
 
 test: setup  ## run every test
-	@OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --dist loadfile
+	@OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --dist loadfile --no-loadscope-reorder
 
 check: setup lint types layers length  ## lint, formatting, types, layer rules, file length
 

@@ -13,6 +13,14 @@ os.environ.setdefault("MUJOCO_GL", "egl")
 install_import_hook("trace_memory", "beartype.beartype")
 
 
+LONG = ("test_commands", "test_train", "test_demo", "test_features", "test_compare")  # few tests, or long ones
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files that take long come first: begun last, one of them would be waited for by all other processes."""
+    items.sort(key=lambda item: LONG.index(item.path.stem) if item.path.stem in LONG else len(LONG))
+
+
 @pytest.fixture(autouse=True)
 def exact():
     """On a GPU: what a training in one test has switched on must not make another compare rounded products."""

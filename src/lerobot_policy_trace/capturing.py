@@ -1,18 +1,14 @@
-"""A policy's network captured in CUDA graphs, for training batches of one shape: launched once instead of kernel by kernel,
-and with fewer kernels where it is fused. The stock forward is its reference, and the loss stays the stock policy's. Scans
-are captured in `trace_memory.graphs`.
+"""A policy's network captured in CUDA graphs, for training batches of one shape: launched once instead of kernel by kernel.
+The stock forward is its reference, and the loss stays the stock policy's. Scans are captured in `trace_memory.graphs`.
 """
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterable
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
-from lerobot.policies.act.modeling_act import ACTDecoderLayer, ACTEncoderLayer
-from lerobot.policies.diffusion.modeling_diffusion import DiffusionConv1dBlock
 from lerobot.utils.constants import ACTION, OBS_IMAGES, OBS_STATE
 from torch import Tensor, nn
-from torchvision.models.resnet import BasicBlock, Bottleneck
 
 from trace_memory.memory import Readout
 
@@ -20,30 +16,14 @@ if TYPE_CHECKING:
     from lerobot_policy_trace.modeling_trace import TraceActPolicy, TraceDiffusionPolicy
 
 PAD = "action_is_pad"
-BLOCKS = (ACTEncoderLayer, ACTDecoderLayer, DiffusionConv1dBlock, BasicBlock, Bottleneck)  # compiled one by one
-LIMIT = 64  # shapes of one kind of block
 
 
-@contextmanager
-def fused(module: nn.Module, backend: str | Callable[..., Any] = "inductor") -> Iterator[None]:
-    """Meanwhile each of a network's blocks is compiled: what does little to many numbers is done in one go."""
-    blocks = [part for part in module.modules() if isinstance(part, BLOCKS)]
-    for block in blocks:
-        block.compile(backend=backend, dynamic=False, fullgraph=True)
-    try:
-        with torch._dynamo.config.patch(recompile_limit=LIMIT):
-            yield
-    finally:
-        for block in blocks:
-            block._compiled_call_impl = None
-
-
-def graphed(module: nn.Module, example: tuple[Tensor, ...], *, fuse: bool) -> Any:
+def graphed(module: nn.Module, example: tuple[Tensor, ...]) -> Any:
     """The module as CUDA graphs, forward and back. Weights are cast inside them: what autocast has cast before belongs to
     no graph, and would be neither renewed nor given gradients.
     """
     half = torch.autocast("cuda", torch.bfloat16, enabled=torch.is_autocast_enabled("cuda"), cache_enabled=False)
-    with half, fused(module) if fuse else nullcontext():
+    with half:
         return torch.cuda.make_graphed_callables(module, example, allow_unused_input=True)
 
 
@@ -90,7 +70,7 @@ class GraphedAct:
     encoder is frozen.
     """
 
-    def __init__(self, policy: "TraceActPolicy", batch: dict[str, Any], readout: Readout | None, *, fuse: bool = False):
+    def __init__(self, policy: "TraceActPolicy", batch: dict[str, Any], readout: Readout | None):
         self.flat = Flat(policy)
         batch = batch | {OBS_IMAGES: [batch[key] for key in policy.config.image_features]}
         policy._source = None if readout is None else lambda: readout
@@ -100,7 +80,7 @@ class GraphedAct:
         for x in example[wanted:]:
             x.requires_grad_()
         with policy._encoded() if policy.backbone_frozen else nullcontext():
-            self.captured = graphed(self.flat, example, fuse=fuse)
+            self.captured = graphed(self.flat, example)
 
     def __call__(self, batch: dict[str, Any]) -> tuple[Tensor, tuple[Tensor | None, Tensor | None]]:
         """As ACT's forward, in the tensors of the last call."""
@@ -129,7 +109,7 @@ class GraphedUnet:
     is captured, how it is made is not.
     """
 
-    def __init__(self, policy: "TraceDiffusionPolicy", targets: int, *, fuse: bool = False):
+    def __init__(self, policy: "TraceDiffusionPolicy", targets: int):
         config, flat = policy.config, FlatUnet(policy)
         maps = next(part.cond_encoder[1] for part in flat.unet.modules() if hasattr(part, "cond_encoder"))
         width = maps.in_features - config.diffusion_step_embed_dim + (policy.recall.width if policy.recall else 0)
@@ -137,7 +117,7 @@ class GraphedUnet:
         noisy = torch.randn(targets, config.horizon, config.action_feature.shape[0], device=like.device)
         condition = torch.randn(targets, width, device=like.device, requires_grad=True)
         self.example = (noisy, torch.zeros(targets, dtype=torch.int64, device=like.device), condition)
-        self.captured = graphed(flat, self.example, fuse=fuse)
+        self.captured = graphed(flat, self.example)
 
     def __call__(self, noisy: Tensor, timestep: Tensor, global_cond: Tensor) -> Tensor:
         """As the U-Net's forward, in the tensors of the last call."""

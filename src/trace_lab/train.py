@@ -36,9 +36,8 @@ from trace_memory.graphs import GraphedScans, compiles
 from trace_memory.memory import MemoryInputError
 
 LOG = 20  # updates between two lines of metrics
-FUSE = 1_500  # updates from which compiling the memory's write and the network's blocks pays
-SLOWER = "no C compiler for Triton here: neither the memory's writes nor the network are compiled, which takes longer"
-UNCAPTURED = ("env_state_feature", "gradient_checkpointing", "compile_model")  # policies with any of these
+FUSE = 1_500  # updates from which compiling the memory's write pays
+SLOWER = "no C compiler for Triton here: the memory's writes are not compiled, and a scan takes longer"
 DIVERGED = "The last checkpoint is from before that. A smaller lr, memory_lr or clip may help"
 TOO_LARGE = "Less at once: --set taught=0.1, or truncate=64, or episodes=4, or memory.update_every=4 (docs/training.md)"
 
@@ -99,33 +98,32 @@ class Training:
         share, shares = accelerator.process_index, accelerator.num_processes
         batches = Batches(store, config, before, made, seed, share, shares)
         batches.features = features
-        alone = device.type == "cuda" and shares == 1 and not made.truncate  # several GPUs do not go with capture
-        fuse = alone and made.steps >= FUSE and compiles()
-        if alone and made.steps >= FUSE and not fuse:
-            (console or Console(stderr=True)).print(SLOWER)
         if policy.recall is not None:
             policy._test_once()  # the statistics, before the first batch
-            if batches.whole and alone:
+            # Capture and DistributedDataParallel do not go together: several GPUs scan step by step.
+            if batches.whole and device.type == "cuda" and not made.truncate and shares == 1:
+                fuse = made.steps >= FUSE and compiles()
+                if made.steps >= FUSE and not fuse:
+                    (console or Console(stderr=True)).print(SLOWER)
                 policy.captured = GraphedScans(policy.recall.memory, made.episodes, batches.lengths(), fuse=fuse)
         begun = cls(made, seed, policy, model, optimizer, batches, accelerator, before, after)
         same = features is not None or made.memory == "none"  # the same work in every update
-        if alone and same and not any(getattr(config, name, False) for name in UNCAPTURED):
-            begun.capture(fuse=fuse)
+        other = any(getattr(config, name, False) for name in ("gradient_checkpointing", "compile_model"))
+        plain = not config.env_state_feature and not made.truncate and not other
+        if same and plain and device.type == "cuda" and shares == 1:
+            begun.capture()
         return begun
 
-    def capture(self, *, fuse: bool) -> None:
-        """Captures the policy's network, compiled first if `fuse` says so."""
-        policy, readout = self.policy, None
+    def capture(self) -> None:
+        """Captures the policy's network."""
+        policy, readout, act = self.policy, None, self.made.policy == "act"
         try:
+            batch, _ = next(self.batches.at(0)) if act else ({}, 1.0)
             with self.accelerator.autocast():
-                if self.made.policy == "diffusion":
-                    policy.network = GraphedUnet(policy, self.made.batch, fuse=fuse)
-                    return
-                batch, _ = next(self.batches.at(0))
-                if policy.recall is not None:
+                if act and policy.recall is not None:
                     with torch.no_grad():
                         batch, readout = policy._scan_episodes(batch, {})
-                policy.network = GraphedAct(policy, batch, readout, fuse=fuse)
+                policy.network = GraphedAct(policy, batch, readout) if act else GraphedUnet(policy, self.made.batch)
         except torch.OutOfMemoryError as error:
             raise RunError(f"update 1: {str(error).split('. ')[0]}. {TOO_LARGE}") from error
 

@@ -1,7 +1,6 @@
 """An encoder that is not trained: fitted to the pictures, used once on each, and what is learnt from it is the same."""
 
 import json
-from contextlib import nullcontext
 
 import pytest
 import torch
@@ -9,12 +8,11 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from rich.console import Console
 from safetensors.torch import load_file, save_file
-from torch._dynamo.testing import CompileCounterWithBackend
 from torchvision.models import resnet18
 from torchvision.ops import FrozenBatchNorm2d
 
 from lerobot_policy_trace.backbone import calibrate
-from lerobot_policy_trace.capturing import BLOCKS, Flat, FlatUnet, fused
+from lerobot_policy_trace.capturing import Flat, FlatUnet
 from trace_lab import features
 from trace_lab.features import LOOKS, Encoding, Features
 from trace_lab.frames import FramesError, open_dataset, open_frames
@@ -224,24 +222,6 @@ def test_what_would_be_captured_is_the_unets_own_forward(dataset, memory):
     mine = {id(p) for p in flat.parameters()}
     unet = {name for name, p in policy.named_parameters() if id(p) in mine}
     assert unet == {name for name in reached if "unet" in name or "columns" in name}
-
-
-@pytest.mark.parametrize(("policy", "memory", "backbone"), [
-    ("act", "trace", "frozen"), ("act", "none", "trained"), ("diffusion", "trace", "frozen"),
-])  # fmt: skip
-def test_what_is_compiled_computes_the_same(dataset, policy, memory, backbone):
-    """Block by block, each in one piece; afterwards nothing of it is left."""
-    calm = {"policy.dropout": 0.0} if policy == "act" else {}
-    training = begin(dataset, memory, policy=policy, backbone=backbone, **calm)
-    found = []
-    counted = CompileCounterWithBackend("aot_eager")  # traced as for a GPU; kernels would take long to make
-    for each in (nullcontext(), fused(training.policy._network, counted)):
-        with each:
-            found += both_ways(training, None)[:1]
-    blocks = [part for part in training.policy._network.modules() if isinstance(part, BLOCKS)]
-    assert counted.frame_count > 0
-    assert all(block._compiled_call_impl is None for block in blocks)
-    torch.testing.assert_close(*found, atol=1e-5, rtol=1e-3)
 
 
 def test_a_policy_starts_with_the_encoder_of_a_trained_one(dataset, tmp_path):
