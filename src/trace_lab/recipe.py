@@ -145,7 +145,7 @@ SMALL_ACT = ACT | {
 
 # The first frame stays at hand, and a robot at rest writes nothing: who cannot count looks at the lamp. docs/decisions/0014
 PATIENT = {"anchor": True, "clock": "path"}
-UNTOLD = PATIENT | {"path": "routes"}  # Diffusion Policy, told of its path, goes by it instead of by what it sees. 0019
+UNTOLD = PATIENT | {"path": "routes"}  # Diffusion Policy, told of its path, misses its first grasp on Tool. 0019
 LENT = 0.5  # so many episodes are addressed by another's path: what path one took must not tell what to do. 0015
 
 PRESETS: dict[str, dict[str, Recipe]] = {
