@@ -1,6 +1,7 @@
 # `make demo` and `make test` do their own set-up; everything else is for people who work on the project.
 BIN ?= .venv/bin
 export MUJOCO_GL ?= egl
+PROCESSES ?= $(shell echo $$(($$(nproc) * 3 / 2)))  # of tests, which wait for a third of their time
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test check lint types layers length format lock bundle clean
@@ -15,7 +16,7 @@ demo: setup  ## the main job: see a policy with memory choose right where one wi
 	@$(BIN)/tracemem demo
 
 test: setup  ## run every test
-	@OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --dist loadfile --no-loadscope-reorder
+	@OMP_NUM_THREADS=1 $(BIN)/pytest -n $(PROCESSES) --dist loadfile --no-loadscope-reorder
 
 check: setup lint types layers length  ## lint, formatting, types, layer rules, file length
 
