@@ -41,9 +41,7 @@ class MemoryConfig:
     slots: int = 4  # K
     depth: int = 3  # p
     key: str = "signature"  # or "logsignature"
-    path: str = (
-        "mixes"  # the key is also written, and told to the policy, as in the paper; "writes": not told; "routes"
-    )
+    path: str = "mixes"  # the key is also written and told, as in the paper; "writes": not told; "routes": neither
     clock: str = "time"  # every step is a write, as in the paper; or "path": only way made is, not waiting
     rates: tuple[int, ...] = ()  # channels that are velocities, for the path's clock: at rest they are zero
     fade: float = 32.0  # path length over which the key forgets, in standardised units
