@@ -1,7 +1,7 @@
 # `make demo` and `make test` do their own set-up; everything else is for people who work on the project.
 BIN ?= .venv/bin
 export MUJOCO_GL ?= egl
-PROCESSES ?= $(shell echo $$(($$(nproc) * 3 / 2)))  # of tests, which wait for a third of their time
+PROCESSES ?= $(shell echo $$(($$(nproc) * 3 / 2)))  # of tests, which wait for a fifth of their time
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test check lint types layers length format lock bundle clean
