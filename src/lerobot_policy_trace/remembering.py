@@ -12,6 +12,7 @@ from lerobot.utils.constants import OBS_STATE
 from torch import Tensor
 
 from lerobot_policy_trace.control import IDLE, Control
+from lerobot_policy_trace.drawn import is_lean, put_back
 from lerobot_policy_trace.frozen import choose, lasting, version
 from lerobot_policy_trace.learning import Batch, Learning
 from lerobot_policy_trace.processor_trace import RAW_STATE
@@ -45,6 +46,14 @@ class Remembering(Learning):
         with torch.inference_mode(mode=False), torch.random.fork_rng([device] if device.type == "cuda" else []):
             self.control = Control(self, rows=rows, precision=precision, late=late, fuse=fuse)
         return self.control
+
+    @classmethod
+    def _load_as_safetensor(cls, model: Any, model_file: str, map_location: str, strict: bool) -> Any:  # noqa: FBT001
+        """LeRobot's, for checkpoints that leave out what a seed draws, too."""
+        if not is_lean(model_file):
+            return super()._load_as_safetensor(model, model_file, map_location, strict)
+        put_back(model, model_file)
+        return model
 
     def reset(self) -> None:
         """A new episode in every row."""

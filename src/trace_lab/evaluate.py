@@ -44,6 +44,8 @@ def find(path: Path) -> tuple[Path, Path | None]:
         raise UsageError(f"{path}: no policy there; looked for {', '.join(str(place / FILES[0]) for place in places)}")
     if absent := [name for name in FILES if not (folder / name).exists()]:
         raise UsageError(f"{folder}: {', '.join(absent)} missing, expected what save_pretrained writes")
+    if (folder / "run.json").exists():  # packed, with what it was asked to do beside it
+        return folder, folder
     return folder, folder.parent.parent.parent if folder.parent.parent.name == "checkpoints" else None
 
 

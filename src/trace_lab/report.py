@@ -19,6 +19,8 @@ from trace_lab.tables import Table, markdown
 
 BEGIN, END = "<!-- tracemem report {} -->", "<!-- end of report -->"
 BLOCK = re.compile(r"<!-- tracemem report ([^>]+?) -->\n(.*?)<!-- end of report -->", re.DOTALL)
+EARLIER = "earlier"  # in it are sets that newer ones have replaced: their tables are made, but no pictures
+PICTURE = "methods.svg"
 KEPT = ("evaluation.jsonl", "run.json", "evaluation.json")
 
 
@@ -100,27 +102,47 @@ def add(run: Path, target: Path, found: dict[Path, dict[str, Any]]) -> None:
     write_json(target / KEPT[1], json.loads((run / KEPT[1]).read_text()))
 
 
-def draw(made: dict[str, Table], path: Path) -> None:
-    """Branch accuracy of every method and task, with intervals, beside chance."""
+def sets_of(results: Path) -> list[Path]:
+    """The folders of results: those in it, and those in `earlier`."""
+    return sorted(each for place in (results, results / EARLIER) for each in place.glob("*/") if each.name != EARLIER)
+
+
+def draw(table: Table, path: Path) -> None:
+    """The main table as a picture: progress and right first choices of every method. As text (SVG), so that it is small
+    and two of them can be compared.
+    """
     import matplotlib as mpl
 
     mpl.use("Agg")
     from matplotlib import pyplot as plt
 
-    rows = [row for row in made["branches"].rows if row[3] is not None]
-    figure, axis = plt.subplots(figsize=(8, 1.2 + 0.4 * len(rows)), layout="constrained")
-    for place, (method, task, chance, right, *_) in enumerate(rows):
-        reach = [[max(0.0, right.percent - right.low)], [max(0.0, right.high - right.percent)]]
-        axis.barh(place, right.percent, 0.6, xerr=reach, color="C0", capsize=3)
-        if chance is not None:
-            axis.plot([chance, chance], [place - 0.4, place + 0.4], color="black", linestyle=":")
-        axis.text(2, place, f"{method}, {task}", va="center", color="white", fontsize=8)
-    axis.set_yticks([])
-    axis.set_xlim(0, 100)
-    axis.invert_yaxis()
-    axis.set_xlabel("right decisions, % (Wilson 95 % interval; dotted: a guess)")
-    figure.savefig(path, dpi=110, metadata={"Software": None})
-    plt.close(figure)
+    names = list(table.columns)
+    places, average = range(len(table.rows)), names.index("Average")
+    with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "trace", "font.size": 9}):
+        figure, (left, right) = plt.subplots(
+            1, 2, figsize=(9, 1.3 + 0.3 * len(table.rows)), sharey=True, width_ratios=(3, 2), layout="constrained"
+        )
+        for place, row in zip(places, table.rows, strict=True):
+            colour, score, firsts = "C1" if row[0].startswith("TRACE") else "C0", row[average], row[-1]
+            if score is not None:
+                left.barh(place, score.mean, 0.6, color=colour)
+            if score is not None and score.low is not None:
+                left.plot([score.low, score.high], [place, place], "|-", color="black", linewidth=1)
+            if firsts is not None:
+                right.barh(place, firsts[0], 0.6, color=colour)
+        for number, task in enumerate(names[1:average], start=1):
+            found = [(row[number].mean, place) for place, row in enumerate(table.rows) if row[number] is not None]
+            left.plot(*zip(*found, strict=True), "ov^sD"[number % 5], color="0.25", markersize=3.5, label=task)
+        left.set_yticks(places, [row[0] for row in table.rows])
+        left.set_xlabel("progress, %: average with its 95 % interval, and each task")
+        right.set_xlabel(f"{names[-1]}, %")
+        left.legend(fontsize=7, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=5, frameon=False)
+        left.invert_yaxis()
+        for axis in (left, right):
+            axis.set_xlim(0, 102)
+            axis.spines[["top", "right"]].set_visible(False)
+        figure.savefig(path, metadata={"Date": None, "Creator": None})
+        plt.close(figure)
 
 
 def report(
@@ -134,10 +156,10 @@ def report(
     """Makes every published table anew from the raw episode lines under a folder of results.
 
     A page gets its tables between two marks: <!-- tracemem report signal main branches --> asks for two tables of the
-    results in signal/, and <!-- end of report --> ends them. Each folder of results also gets tables.md and branches.png.
+    results in signal/, and <!-- end of report --> ends them. Each folder of results also gets tables.md and methods.svg.
 
     Args:
-        results: the folder; each folder in it is one set of results.
+        results: the folder; each folder in it is one set of results, and so is each in its folder earlier.
         pages: Markdown files with such marks; README.md and all of docs/ beside the folder if not said.
         runs: first add these trained and evaluated runs to the results (with --to), or all finished ones of a comparison.
         to: name of the set they are added to, for instance signal/seed-0.
@@ -164,7 +186,7 @@ def report(
         chosen = pages or tuple(sorted([*beside.glob("README.md"), *beside.glob("docs/**/*.md")]))
         texts = {page: page.read_text() for page in chosen}
         made = {page: filled(text, str(page), results) for page, text in texts.items()}
-        sets = {folder: tables(folder) for folder in sorted(results.iterdir()) if folder.is_dir()}
+        sets = {folder: tables(folder) for folder in sets_of(results)}
         for folder, each in sets.items():
             page = folder / "tables.md"
             texts[page], made[page] = page.read_text() if page.exists() else "", markdown(each)
@@ -176,9 +198,13 @@ def report(
         for page in stale:
             page.write_text(made[page])
         for folder, each in sets.items():
-            draw(each, folder / "branches.png")
+            if folder.parent == results:
+                draw(each["main"], folder / PICTURE)
         for page in stale:
             console.print(f"{page}: tables made anew", highlight=False, soft_wrap=True)
+        console.print(
+            f"{len(sets)} sets of results; {len(made) - len(stale)} pages were as they should be", highlight=False
+        )
     except (ReportError, LineError, OSError, json.JSONDecodeError) as error:
         print(f"tracemem report: {error}", file=sys.stderr)  # noqa: T201
         return 1

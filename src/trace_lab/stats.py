@@ -16,6 +16,8 @@ from trace_lab.tables import DASH, Show, Table
 
 RESAMPLES = 5000  # the error of a standard error is then 1 %
 OURS = ("trace", "signature-only", "unrouted", "no-delta", "mean-read", "no-auxiliary")  # TRACE and parts of it
+FIRST = "First branch right"
+type Sheets = Mapping[tuple[Method, str], Sequence[Record]]  # one for each method and task
 type Cells = dict[str, dict[int, NDArray[np.float64]]]  # task, training seed: progress of each rollout in percent
 
 
@@ -120,7 +122,7 @@ def branches(records: Sequence[Record]) -> dict[str, Share | None]:
     """
     decided = [[d.correct for d in each.decisions if d.frame is not None and d.choice is not None] for each in records]
     return {
-        "First branch right": share(hits[0] is True for hits in decided if hits),
+        FIRST: share(hits[0] is True for hits in decided if hits),
         "Rollouts that reach a branch": share(each.decisions[0].frame is not None for each in records),
         "Rollouts that decide, none wrong": share(all(hits) for hits in decided if hits),
     }
@@ -187,8 +189,8 @@ def _score(value: Estimate, digits: int = 1) -> str:
     return f"{value.mean:.{digits}f} ± {DASH if value.se is None else f'{value.se:.{digits}f}'}"
 
 
-def _interval(value: Estimate) -> str:
-    return DASH if value.low is None else f"[{value.low:.2f}, {value.high:.2f}]"
+def _interval(value: Estimate, digits: int = 2) -> str:
+    return DASH if value.low is None else f"[{value.low:.{digits}f}, {value.high:.{digits}f}]"
 
 
 def _missing(methods: dict[Method, Cells], tasks: Sequence[str]) -> Iterator[str]:
@@ -209,14 +211,59 @@ def _averages(title: str, methods: dict[Method, Cells], over: Mapping[str, Seque
     return Table(title, {"Method": str} | dict.fromkeys(over, show), rows, bold=tuple(over))
 
 
-def _main(methods: dict[Method, Cells], tasks: Sequence[str], left_out: Sequence[str]) -> Table:
+def _beside(table: Table, heading: str, show: Show, values: Sequence[Any]) -> Table:
+    """A table with one column more."""
+    rows = [(*row, value) for row, value in zip(table.rows, values, strict=True)]
+    return replace(table, columns=table.columns | {heading: show}, rows=rows)
+
+
+def _firsts(sheets: Sequence[Sequence[Record]]) -> tuple[float, int, int] | None:
+    """First branches that are right: in percent, every task (a sheet each) weighing the same; and how many of how many."""
+    found = [each for sheet in sheets if (each := branches(sheet)[FIRST])]
+    if not found or len(found) < len(sheets):
+        return None
+    return sum(each.percent for each in found) / len(found), sum(x.count for x in found), sum(x.of for x in found)
+
+
+def _main(methods: dict[Method, Cells], tasks: Sequence[str], sheets: Sheets, guess: float | None) -> Table:
     over = {task: [task] for task in tasks} | {"Average": tasks}
     table = _averages("Main results: mean stage progress (%) ± SE", methods, over, _score)
     spreads = [seed_spread(own, tasks) for own in methods.values()]
     if any(spread is not None for spread in spreads):
-        columns = table.columns | {"SD over training seeds": "{:.1f}".format}
-        table = replace(table, columns=columns, rows=[(*row, s) for row, s in zip(table.rows, spreads, strict=True)])
-    return replace(table, notes=(*_missing(methods, tasks), *left_out))
+        table = _beside(table, "SD over training seeds", "{:.1f}".format, spreads)
+    by_chance = "" if guess is None else f" (chance: {guess:.1f})"
+    firsts = [_firsts([sheets.get((method, task), []) for task in tasks]) for method in methods]
+    return _beside(table, f"{FIRST}{by_chance}", lambda v: f"{v[0]:.1f} ({v[1]}/{v[2]})", firsts)
+
+
+def _leads(methods: dict[Method, Cells], tasks: Sequence[str]) -> Table | None:
+    """What TRACE has more than each other method with the same policy; None where there is nothing to compare."""
+    averages = {method: found for method, own in methods.items() if (found := average(own, tasks))}
+    rows: list[tuple[Any, ...]] = []
+    for method, found in averages.items():
+        trace = averages.get(ours := (method[0], "trace"))
+        trainings = min(len(seeds) for task, seeds in methods[method].items() if task in tasks)
+        other = trace is not None and method != ours
+        lead = difference(methods[ours], methods[method], tasks) if other else None
+        apart = None
+        if trace and other and None not in (found.low, found.high, trace.low, trace.high):
+            apart = trace.low > found.high or found.low > trace.high  # type: ignore[operator]
+        rows.append((NAMES[method], found, trainings, lead, apart))
+    if all(row[3] is None for row in rows):
+        return None
+    whole: Show = lambda v: f"{v.mean:.1f} {_interval(v, 1)}"  # noqa: E731
+    columns: dict[str, Show] = {
+        "Method": str,
+        "Average": whole,
+        "Whole trainings": str,
+        "TRACE has more by": lambda v: f"{v.mean:+.1f} {_interval(v, 1)}",
+        "Intervals apart": lambda v: "yes" if v else "no",
+    }
+    note = (
+        "Intervals tell how sure one can be about these trainings, by drawing their rollouts anew; another training may "
+        "differ by more (main table: SD over training seeds)."
+    )
+    return Table("Average progress (%) with 95 % intervals, and what TRACE has more", columns, rows, (note,))
 
 
 def _tool(methods: dict[Method, Cells], tasks: Sequence[str], reference: Method | None) -> Table:
@@ -260,16 +307,18 @@ def report(reading: Reading, reference: Method | None = None) -> dict[str, Table
     lead: dict[str, Show] = {"Method": str, "Task": str}
     rates = lead | {"Chance": "{:.1f}".format} | dict.fromkeys(branches([]), RATE)
     left = {"All tasks": tasks} | {f"Drop {task}": [other for other in tasks if other != task] for task in tasks}
+    blind = [guess[task] for task in tasks]
+    main = _main(methods, tasks, sheets, None if None in blind else sum(blind) / len(blind))  # type: ignore[arg-type]
     tables = {
-        "main": _main(methods, tasks, reading.notes),
+        "main": replace(main, notes=(*_missing(methods, tasks), *reading.notes)),
         "leave_one_task_out": _averages("Leave-one-task-out averages (%)", methods, left, "{0.mean:.2f}".format),
         "tool": _tool(methods, tasks, reference),
         "failures": Table("Failure taxonomy: rollouts (share)", lead | dict.fromkeys(failures([]), COUNTED), failed),
         "branches": Table("Branch accuracy (%) with Wilson 95 % intervals", rates, branched),
         "waits": _waits(rollouts, methods, met, tasks),
     }
-    if (cues := _cues(keys, rollouts)) is not None:
-        tables["cues"] = cues
+    sometimes = {"leads": _leads(methods, tasks), "cues": _cues(keys, rollouts)}
+    tables |= {key: table for key, table in sometimes.items() if table is not None}
     sizes = _span(len(sample) for own in methods.values() for seeds in own.values() for sample in seeds.values())
     trained = _span(len({seed for seeds in own.values() for seed in seeds}) for own in methods.values())
     caption = (

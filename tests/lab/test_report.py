@@ -74,7 +74,8 @@ def test_runs_are_kept_and_pages_filled(place, capsys):
     kept = json.loads((results / "signal/seed-0/trace/Signal/evaluation.json").read_text())
     assert kept == {"settings": {"episodes": 8}}  # no path of the machine it was made on
     assert json.loads((results / "signal/seed-0/none/run.json").read_text())["commit"] == "abc"
-    assert (results / "signal/branches.png").stat().st_size > 1000
+    picture = (results / "signal/methods.svg").read_text()
+    assert all(f">{words}<" in picture for words in ("ACT", "TRACE Regression", "Signal"))
     before = {path: path.read_bytes() for path in place.rglob("*") if path.is_file() and "runs" not in path.parts}
     assert main(["report", str(results)]) == 0
     assert before == {path: path.read_bytes() for path in before}  # byte for byte
@@ -149,6 +150,20 @@ def test_a_typed_figure_in_a_sets_own_tables_is_found_out(place):
     page = place / "results/signal/tables.md"
     page.write_text(page.read_text().replace("100.0", "99.0"))
     assert main(["report", str(place / "results"), "--check"]) == 1
+
+
+def test_earlier_sets_have_tables_too_and_no_pictures(place):
+    assert add(place, "trace") == 0
+    (place / "results/earlier").mkdir()
+    (place / "results/signal").rename(place / "results/earlier/signal")
+    (place / "results/earlier/signal/methods.svg").unlink()
+    (place / "results/earlier/signal/tables.md").write_text("typed")
+    (place / "README.md").write_text(MARKS.replace("report signal", "report earlier/signal"))
+    assert main(["report", str(place / "results"), "--check"]) == 1
+    assert main(["report", str(place / "results")]) == 0
+    assert "| TRACE Regression | **100.0 ± 0.0**" in (place / "README.md").read_text()
+    assert "| TRACE Regression | **100.0 ± 0.0**" in (place / "results/earlier/signal/tables.md").read_text()
+    assert not list((place / "results").rglob("*.svg"))
 
 
 def test_this_projects_tables_are_those_of_its_results():

@@ -432,14 +432,46 @@ def test_main_table_as_text():
     rollouts = [each for task in TASKS for each in played(ACT, task, [1, 1]) + played(TRACE, task, [2, 4], first=5)]
     text = tables.markdown(stats.report(Reading(tuple(rollouts))))
     head, rule, act, ours = text.split("\n\n")[1].split("\n")
-    assert head == "| Method | Tool | Book | Laundry | Cable | Medicine | Average |"
-    assert rule == "|" + " --- |" * 7
-    assert act == "| ACT |" + " 25.0 ± 0.0 |" * 6
+    assert head == "| Method | Tool | Book | Laundry | Cable | Medicine | Average | First branch right |"
+    assert rule == "|" + " --- |" * 8
+    assert act == "| ACT |" + " 25.0 ± 0.0 |" * 6 + f" {DASH} |"
     cells = ours.strip("| ").split(" | ")
     assert cells[0] == "TRACE Regression"
-    assert all(each.startswith("**75.0 ± ") and each.endswith("**") for each in cells[1:])
+    assert all(each.startswith("**75.0 ± ") and each.endswith("**") for each in cells[1:-1])
+    assert cells[-1] == DASH  # nobody has decided
     caption = "20 rollouts: 2 a method, task and training seed. Training seeds a method: 1. Split: heldout."
-    assert text.count(caption) == text.count("## ") == 6
+    assert text.count(caption) == text.count("## ") == 7
+
+
+def test_first_branches_stand_beside_progress_and_every_task_weighs_the_same():
+    right, wrong, other = Decision("a", 1, 40, 50, 1), Decision("a", 1, 40, 50, 0), Decision("a", 0, 40, 50, 0)
+    tool = [played(ACT, "Tool", [1], decisions=[each], first=i) for i, each in enumerate([right, wrong, wrong, other])]
+    book = [played(ACT, "Book", [1], decisions=[each], first=i) for i, each in enumerate([right, other])]
+    silent = played(TRACE, "Book", [1, 1]) + played(TRACE, "Tool", [1], decisions=[right])
+    main = stats.report(Reading(tuple(sum([*tool, *book], silent))))["main"]
+    assert list(main.columns)[-1] == "First branch right (chance: 50.0)"
+    assert {row[0]: row[-1] for row in main.rows} == {
+        "ACT": (75.0, 4, 6),  # half of Tool's and all of Book's, not 4 of 6
+        "TRACE Regression": None,  # on Book it decides nothing
+    }
+    assert "| 75.0 (4/6) |" in tables.markdown({"main": main})
+
+
+def test_leads_of_trace_over_those_with_its_policy():
+    rollouts = played(ACT, "Tool", [1, 1, 1, 2]) + played(TRACE, "Tool", [4, 4, 4, 3], first=9)
+    rollouts += played(RETRIEVAL, "Tool", [4, 3, 4, 4]) + played(RETRIEVAL, "Tool", [4, 4, 4, 4], training_seed=1)
+    rollouts += played(DIFFUSION, "Tool", [1, 2])
+    leads = {row["Method"]: row for row in tables.to_json(stats.report(Reading(tuple(rollouts))))["leads"]["rows"]}
+    more = {method: row["TRACE has more by"] and row["TRACE has more by"]["mean"] for method, row in leads.items()}
+    assert more == {
+        "ACT": 93.75 - 31.25,
+        "Diffusion Policy": None,  # no TRACE with that policy
+        "TRACE Regression": None,
+        "ACT + retrieval prompt": pytest.approx(93.75 - 96.875),
+    }
+    assert [leads[method]["Intervals apart"] for method in ("ACT", "ACT + retrieval prompt")] == [True, False]
+    assert [leads[method]["Whole trainings"] for method in ("ACT", "ACT + retrieval prompt")] == [1, 2]
+    assert "leads" not in stats.report(Reading(tuple(played(ACT, "Tool", [1, 2]))))
 
 
 def test_caption_shows_unequal_numbers():
@@ -466,7 +498,7 @@ def test_missing_cells_are_dashes_and_never_averaged():
     assert line.split(" | ")[2] == DASH
     assert line.endswith(f"| {DASH} |")
     assert "TRACE Regression: no rollouts of Book, hence no average." in text
-    average = next(each for each in text.split("\n") if each.startswith("| TRACE Diffusion")).split(" | ")[-1]
+    average = next(each for each in text.split("\n") if each.startswith("| TRACE Diffusion")).split(" | ")[-2]
     assert average.startswith("**59.5 ± ")  # the best of those that have one
 
 

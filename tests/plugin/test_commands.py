@@ -1,5 +1,6 @@
 """LeRobot's own commands, unmodified: train, stop, resume, evaluate, roll out; and attaching to what they made."""
 
+import contextlib
 import json
 import os
 import subprocess
@@ -19,6 +20,7 @@ SMALL = {
     "diffusion": "--policy.horizon=16 --policy.n_action_steps=4 --policy.down_dims=[32,64] --policy.crop_shape=[60,60] "
     "--policy.num_inference_steps=2 --policy.noise_scheduler_type=DDIM",
 }
+README = (Path(__file__).parents[2] / "README.md").read_text()
 COMMON = "--policy.device=cpu --policy.push_to_hub=false --policy.pretrained_backbone_weights=null"
 
 
@@ -29,6 +31,12 @@ def lerobot(command: str, words: str, cwd: Path) -> subprocess.Popen:
     return subprocess.Popen(
         [script, *words.split()], cwd=cwd, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
     )
+
+
+def readme(start: str) -> str:
+    """The words of the README's one command that begins so, without the program."""
+    (line,) = (line.split("#")[0].strip() for line in README.splitlines() if line.startswith(start))
+    return line.partition(" ")[2]
 
 
 def finish(*processes: subprocess.Popen) -> list[str]:
@@ -42,14 +50,11 @@ def finish(*processes: subprocess.Popen) -> list[str]:
 def trained(dataset, tmp_path_factory) -> dict[str, Path]:
     """Both policies trained for two steps, stopped, resumed for one more; and a stock ACT."""
     root = tmp_path_factory.mktemp("runs")
-    data = f"--dataset.repo_id=trace_bench/cable --dataset.root={dataset} --batch_size=2 --num_workers=0"
+    data = f"--dataset.root={dataset} --batch_size=2 --num_workers=0"
     begin = f"{COMMON} {data} --steps=2 --save_freq=1 --wandb.enable=false --log_freq=1"
-    finish(
-        *(
-            lerobot("train", f"--policy.type=trace_{k} {MEMORY} {SMALL[k]} {begin} --output_dir={root / k}", root)
-            for k in SMALL
-        )
-    )
+    said = readme("lerobot-train --policy.type=trace_act")
+    words = {k: said.replace("trace_act", f"trace_{k}").replace("outputs/run", k) for k in SMALL}
+    finish(*(lerobot("train", f"{words[k]} {MEMORY} {SMALL[k]} {begin}", root) for k in SMALL))
     last = "checkpoints/last/pretrained_model"
     finish(
         *(
@@ -57,8 +62,9 @@ def trained(dataset, tmp_path_factory) -> dict[str, Path]:
             for k in SMALL
         )
     )
-    finish(lerobot("train", f"--policy.type=act {SMALL['act']} {begin} --output_dir={root / 'stock'}", root))
-    return {name: root / name / last for name in (*SMALL, "stock")}
+    stock = f"--policy.type=act {SMALL['act']} {begin} --dataset.repo_id=trace_bench/cable --output_dir=outputs/act"
+    finish(lerobot("train", stock, root))
+    return {name: root / name / last for name in SMALL} | {"stock": root / "outputs/act" / last}
 
 
 @pytest.mark.parametrize("kind", SMALL)
@@ -104,8 +110,9 @@ def test_attached_checkpoint_acts_as_before_and_trains(trained, dataset, tmp_pat
     from lerobot.datasets.lerobot_dataset import LeRobotDataset
     from lerobot.policies.factory import get_policy_class, make_pre_post_processors
 
-    out = tmp_path / "attached"
-    assert main(["attach", str(trained["stock"]), "--out", str(out), "--preset", "tiny"]) == 0
+    root, out = trained["act"].parents[3], trained["act"].parents[3] / "outputs/act_with_memory"
+    with contextlib.chdir(root):
+        assert main([*readme("tracemem attach").split(), "--preset", "tiny"]) == 0
     assert "every action as before" in capsys.readouterr().out
     assert main(["attach", str(trained["stock"]), "--out", str(out)]) == 2
     data = LeRobotDataset("trace_bench/cable", root=dataset)
@@ -118,9 +125,9 @@ def test_attached_checkpoint_acts_as_before_and_trains(trained, dataset, tmp_pat
         rows = [before({key: data[t][key] for key in wanted}) for t in range(60)]
         actions.append(torch.cat([after(policy.select_action(row)) for row in rows]))
     assert torch.equal(*actions)
-    words = f"--policy.path={out} --policy.device=cpu --policy.push_to_hub=false --dataset.repo_id=trace_bench/cable"
+    words = f"{readme('lerobot-train --policy.path')} --policy.device=cpu --policy.push_to_hub=false"
     words += f" --dataset.root={dataset} --batch_size=2 --num_workers=0 --steps=2 --wandb.enable=false"
-    finish(lerobot("train", f"{words} --output_dir={tmp_path / 'on'}", tmp_path))
+    finish(lerobot("train", f"{words} --output_dir={tmp_path / 'on'}", root))
     weights = load_file(tmp_path / "on/checkpoints/last/pretrained_model/model.safetensors")
     assert weights["recall.frames"] > 0
     assert weights["recall.adapter.attention.out_proj.weight"].abs().max() > 0

@@ -61,9 +61,13 @@ def run(command: str, made: Path) -> bool:
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory) -> Path:
-    """A folder in which the page's dataset and run are, whichever of its commands is tried."""
+    """A folder in which the page's dataset, run, checkpoints and results are, whichever of its commands is tried."""
     folder = tmp_path_factory.mktemp("reader")
     with contextlib.chdir(folder):
+        Path("checkpoints").symlink_to(ROOT / "checkpoints")
+        signal = Path("results/signal/seed-0/trace/Signal/evaluation.jsonl")
+        signal.parent.mkdir(parents=True)
+        signal.write_bytes((ROOT / signal).read_bytes())
         for first in ("tracemem collect ", "tracemem train "):
             (command,) = (each for each in commands() if each.startswith(first))
             assert run(command, folder / "made")
@@ -79,6 +83,13 @@ def test_commands_run(command, place, tmp_path, capsys):
     with contextlib.chdir(place):
         assert run(command, tmp_path / "made")
     assert capsys.readouterr().out
+
+
+def test_commands_for_a_shell_are_those_that_plugin_tests_run():
+    """tests/plugin/test_commands.py takes these from the page, word for word."""
+    lines = [line for block in blocks("sh") for line in block.splitlines()]
+    tried = ("lerobot-train --policy.type=trace_act ", "tracemem attach ", "lerobot-train --policy.path=")
+    assert [next(start for start in tried if line.startswith(start)) for line in lines] == list(tried)
 
 
 def test_python_of_the_suites_page_runs(capsys):
