@@ -62,7 +62,7 @@ class Recall(nn.Module):
         self.register_buffer("frames", torch.zeros((), dtype=torch.int64))  # states the statistics are of; 0: none yet
         self.expected = ROUTED if hasattr(self.memory, "slots") else FORM  # what the weights are weights of
         self.register_buffer("form", torch.tensor(self.expected))
-        self.width, self.weights, self.every = config.width, config.auxiliary_weights, options.update_every
+        self.width, self.weights, self.every = config.width, config.auxiliary, options.update_every
 
     frames: Tensor
     form: Tensor

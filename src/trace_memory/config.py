@@ -49,14 +49,16 @@ class MemoryConfig:
     gate: str = "closing"  # or "channel", "scalar": see gates.py
     tau: float = 1.0
     identity: float = 0.5  # lambda_eta
-    start: str = "content"  # or "pytorch", which draws gate and W_V plainly too: see start.py
+    start: str = "content"  # or "pytorch", which draws gate and W_V plainly too
     read_gain: float = 5.0  # of W_V at the start
     dropout: float = 0.1
     anchor: bool = False  # append the first frame's content to the key
     auxiliary: AuxiliaryWeights = NO_AUXILIARY
 
     def __post_init__(self) -> None:
-        """Refuses impossible numbers and unknown words by name."""
+        """Refuses impossible numbers and unknown words by name; the ablation without auxiliary losses has none."""
+        if self.name == "no-auxiliary":
+            object.__setattr__(self, "auxiliary", NO_AUXILIARY)
         words = {"key": list(SIGNATURES), "gate": list(GATES), "start": ["content", "pytorch"]}
         words |= {"path": ["routes", "writes", "mixes"], "clock": ["path", "time"], "name": list(MEMORIES)}
         for field, known in words.items():
@@ -71,11 +73,6 @@ class MemoryConfig:
             value = getattr(self, field)
             if isinstance(value, str) or not value > 0:
                 raise ValueError(f"memory {field}: {value!r}, expected a positive number")
-
-    @property
-    def auxiliary_weights(self) -> AuxiliaryWeights:
-        """The weights to train with: none for the ablation without auxiliary losses."""
-        return NO_AUXILIARY if self.name == "no-auxiliary" else self.auxiliary
 
     def to_dict(self) -> dict[str, object]:
         """For JSON, which has no infinity: that becomes the word "inf"."""

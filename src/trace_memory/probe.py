@@ -150,7 +150,7 @@ class ProbeModel(nn.Module):
                 layer.bias.data.zero_()  # type: ignore[union-attr]
         self.feel = MLP(CHANNELS, half, half)
         self.memory = build(config)
-        self.auxiliary = config.auxiliary_weights
+        self.auxiliary = config.auxiliary
         self.answer = MLP(3 * config.width + config.content, config.width, GLYPHS)
 
     def content(self, images: Tensor, path: Tensor) -> Tensor:

@@ -474,6 +474,37 @@ def test_leads_of_trace_over_those_with_its_policy():
     assert "leads" not in stats.report(Reading(tuple(played(ACT, "Tool", [1, 2]))))
 
 
+def test_trainings_with_the_same_seed_are_pairs():
+    """Student's interval of 40, 20 and 30 points by hand: 30 ± 4.303 * 10 / sqrt(3)."""
+    right, wrong = [Decision("a", 1, 40, 50, 1)], [Decision("a", 1, 40, 50, 0)]
+    rollouts = played(TRACE, "Tool", [9, 9], stages=10, training_seed=7)  # has no pair
+    for seed, other in enumerate([5, 7, 6]):
+        rollouts += played(TRACE, "Tool", [8, 10], stages=10, training_seed=seed, decisions=right)
+        rollouts += played(
+            ACT, "Tool", [other, other], stages=10, training_seed=seed, decisions=wrong if seed else right
+        )
+    rollouts += played(RETRIEVAL, "Tool", [1], stages=10) + played(DIFFUSION, "Tool", [1], stages=10)
+    pairs = stats.report(Reading(tuple(rollouts)))["pairs"]
+    ((name, (progress, count), (firsts, _)),) = (
+        pairs.rows
+    )  # one pair of RETRIEVAL is none, and DIFFUSION has another policy
+    assert (name, count) == ("ACT", 3)
+    half = 4.30265 * 10 / math.sqrt(3)
+    assert (progress.mean, progress.low, progress.high) == pytest.approx((30, 30 - half, 30 + half), abs=1e-3)
+    assert firsts.mean == pytest.approx(200 / 3)
+    assert "| ACT | +30.0 [5.2, 54.8] (3) | +66.7 [-76.8, 210.1] (3) |" in tables.markdown({"pairs": pairs})
+
+
+def test_pairs_need_every_task_and_a_decision():
+    rollouts = [each for task in ("Tool", "Book") for s in (0, 1) for each in played(TRACE, task, [4], training_seed=s)]
+    rollouts += [each for s in (0, 1) for each in played(ACT, "Tool", [2], training_seed=s)]
+    assert "pairs" not in stats.report(Reading(tuple(rollouts)))  # ACT has not played Book
+    rollouts += [each for s in (0, 1) for each in played(ACT, "Book", [1 + s], training_seed=s)]
+    ((_, (progress, count), firsts),) = stats.report(Reading(tuple(rollouts)))["pairs"].rows
+    assert (progress.mean, count, firsts) == (pytest.approx(100 - (37.5 + 50) / 2), 2, None)  # nobody has decided
+    assert stats.paired([(3.0, 1.0), (4.0, 2.0)]) == (Estimate(2.0, 0.0, 2.0, 2.0), 2)
+
+
 def test_caption_shows_unequal_numbers():
     rollouts = played(ACT, "Tool", [1, 2]) + played(ACT, "Tool", [1], training_seed=1) + played(TRACE, "Tool", [1, 2])
     text = tables.markdown(stats.report(Reading(tuple(rollouts))))
