@@ -304,7 +304,7 @@ def _pairs(methods: Iterable[Method], tasks: Sequence[str], rollouts: Sequence[R
         values = [paired((a[kind], b[kind]) for a, b in pairs) for kind in (0, 1)]
         if values[0]:
             rows.append((NAMES[method], *values))
-    whole: Show = lambda v: f"{v[0].mean:+.1f} {_interval(v[0], 1)} ({v[1]})"  # noqa: E731
+    whole: Show = lambda v: f"{v[0].mean:+z.1f} {_interval(v[0], 1)} ({v[1]})"  # noqa: E731
     columns: dict[str, Show] = {"TRACE against": str, "Progress": whole, FIRST: whole}
     title = "What TRACE has more (points), training by training: mean over pairs of the same training seed"
     note = (

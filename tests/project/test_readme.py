@@ -13,6 +13,7 @@ from trace_lab.cli import main
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
 SUITE = (ROOT / "docs/suite.md").read_text()
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("[a-z]*/README.md"), *ROOT.glob("docs/**/*.md")])
 
 SMALL = {
     "probe": "--updates 25 --batch 4 --delay 8 --lengths 2 --out {out}",
@@ -98,11 +99,16 @@ def test_python_of_the_suites_page_runs(capsys):
     assert capsys.readouterr().out == "success 1.0\n"
 
 
-@pytest.mark.parametrize("link", re.findall(r"\]\(([^)]+)\)", SUITE))
-def test_links_of_the_suites_page_lead_somewhere(link):
-    assert (ROOT / "docs" / link).exists()
+def headings(page: Path) -> set[str]:
+    """As a link names them: lower case, no punctuation, hyphens for spaces."""
+    lines = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", line.lower()).replace(" ", "-") for line in lines}
 
 
-@pytest.mark.parametrize("link", re.findall(r"\]\(([^)]+)\)", README))
-def test_links_lead_somewhere(link):
-    assert (ROOT / link).exists()
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page):
+    for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+        name, _, heading = link.partition("#")
+        target = page.parent / name if name else page
+        assert target.exists(), link
+        assert not heading or heading in headings(target), link
