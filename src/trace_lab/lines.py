@@ -4,7 +4,7 @@ learning library.
 
 import json
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from reprlib import repr as short
 from typing import Any
@@ -52,6 +52,7 @@ class Rollout:
     method: Method
     training_seed: int
     record: Record
+    encoder: str = ""  # hash of the weights with which that training began, if it began with another's encoder
 
 
 @dataclass(frozen=True)
@@ -116,6 +117,13 @@ def rollout(row: Any, where: str) -> Rollout:
     return Rollout((line["policy"], line["memory"]), line["training_seed"], record)
 
 
+def encoder_of(file: Path) -> str:
+    """What the run.json above a file of lines says of the encoder; nothing if there is none."""
+    notes = [note for folder in file.parents[1:3] if (note := folder / "run.json").exists()]
+    asked = json.loads(notes[0].read_text()).get("asked", {}) if notes else {}
+    return str((asked.get("encoder") or {}).get("weights", ""))
+
+
 def read(*paths: Path) -> Reading:
     """All rollouts of these files, and of every `evaluation.jsonl` in or below these folders.
 
@@ -130,7 +138,7 @@ def read(*paths: Path) -> Reading:
         files |= {file.resolve(): file for file in found}
     rollouts, notes, places = [], [], dict[tuple[Any, ...], str]()
     for file in files.values():
-        lines = file.read_bytes().splitlines()
+        lines, encoder = file.read_bytes().splitlines(), encoder_of(file)
         for number, line in enumerate(lines, start=1):
             where = f"{file}:{number}"
             try:
@@ -140,7 +148,7 @@ def read(*paths: Path) -> Reading:
                     raise LineError(where, short(line), f"one JSON object a line ({error})") from error
                 notes.append(f"{where}: torn last line left out ({len(line)} bytes): the run ended while writing it")
                 continue
-            rollouts.append(rollout(row, where))
+            rollouts.append(replace(rollout(row, where), encoder=encoder))
             key = tuple(row[name] for name in ONCE)
             if places.setdefault(key, where) != where:
                 raise LineError(f"{where}: seed", f"the episode of {places[key]} again", "each rollout once")

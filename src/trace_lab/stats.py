@@ -23,7 +23,7 @@ type Cells = dict[str, dict[int, NDArray[np.float64]]]  # task, training seed: p
 
 @dataclass(frozen=True)
 class Estimate:
-    """A mean in percent, its bootstrap standard error and 95 % interval; without error where a cell has one rollout."""
+    """A mean, in percent or points, its standard error and 95 % interval; without these where one number is all there is."""
 
     mean: float
     se: float | None = None
@@ -40,6 +40,15 @@ class Share:
     percent: float
     low: float
     high: float
+
+
+@dataclass(frozen=True)
+class Training:
+    """One training of a method: means over its tasks, in percent, and the encoders with which it began."""
+
+    progress: float
+    firsts: float | None
+    encoders: tuple[str, ...]
 
 
 def estimate(terms: Sequence[tuple[float, NDArray[np.float64]]]) -> Estimate:
@@ -236,19 +245,22 @@ def _main(methods: dict[Method, Cells], tasks: Sequence[str], sheets: Sheets, gu
     return _beside(table, f"{FIRST}{by_chance}", lambda v: f"{v[0]:.1f} ({v[1]}/{v[2]})", firsts)
 
 
-def _leads(methods: dict[Method, Cells], tasks: Sequence[str]) -> Table | None:
+def _leads(
+    methods: dict[Method, Cells], tasks: Sequence[str], trainings: Mapping[Method, Mapping[int, Training]]
+) -> Table | None:
     """What TRACE has more than each other method with the same policy; None where there is nothing to compare."""
     averages = {method: found for method, own in methods.items() if (found := average(own, tasks))}
     rows: list[tuple[Any, ...]] = []
     for method, found in averages.items():
         trace = averages.get(ours := (method[0], "trace"))
-        trainings = min(len(seeds) for task, seeds in methods[method].items() if task in tasks)
         other = trace is not None and method != ours
         lead = difference(methods[ours], methods[method], tasks) if other else None
         apart = None
         if trace and other and None not in (found.low, found.high, trace.low, trace.high):
             apart = trace.low > found.high or found.low > trace.high  # type: ignore[operator]
-        rows.append((NAMES[method], found, trainings, lead, apart))
+        own, theirs = ([each.progress for each in trainings.get(m, {}).values()] for m in (ours, method))
+        again = student(own, theirs) if other and own and theirs else None
+        rows.append((NAMES[method], found, len(theirs), lead, apart, again))
     if all(row[3] is None for row in rows):
         return None
     whole: Show = lambda v: f"{v.mean:.1f} {_interval(v, 1)}"  # noqa: E731
@@ -258,60 +270,61 @@ def _leads(methods: dict[Method, Cells], tasks: Sequence[str]) -> Table | None:
         "Whole trainings": str,
         "TRACE has more by": lambda v: f"{v.mean:+.1f} {_interval(v, 1)}",
         "Intervals apart": lambda v: "yes" if v else "no",
+        "The same over trainings": lambda v: f"{v.mean:+.1f} {_interval(v, 1)}",
     }
     note = (
-        "Intervals tell how sure one can be about these trainings, by drawing their rollouts anew; another training may "
-        "differ by more (main table: SD over training seeds)."
+        "Intervals tell how sure one can be about these trainings, by drawing their rollouts anew. The last column tells "
+        "how sure one can be about others: Welch's interval over whole trainings, of which both must have two."
     )
     return Table("Average progress (%) with 95 % intervals, and what TRACE has more", columns, rows, (note,))
 
 
-def _trainings(rollouts: Sequence[Rollout], tasks: Sequence[str]) -> dict[int, tuple[float, float | None]]:
-    """Of each training of a method that has every task: progress, and the share of first branches that is right."""
-    found: dict[int, tuple[float, float | None]] = {}
+def _trainings(rollouts: Sequence[Rollout], tasks: Sequence[str]) -> dict[int, Training]:
+    """Those of a method that have every task, by training seed."""
+    found: dict[int, Training] = {}
     for seed in sorted({each.training_seed for each in rollouts}):
-        own = [each for each in rollouts if each.training_seed == seed]
-        sheets = [[each.record for each in own if each.record.task == task] for task in tasks]
-        if all(sheets):
-            firsts = _firsts(sheets)
-            progress = [np.mean(sorted(100 * each.progress for each in sheet)) for sheet in sheets]
-            found[seed] = (float(np.mean(progress)), firsts and firsts[0])
+        parts = [[each for each in rollouts if (each.training_seed, each.record.task) == (seed, t)] for t in tasks]
+        if all(parts):
+            progress = [np.mean(sorted(100 * each.record.progress for each in part)) for part in parts]
+            firsts = _firsts([[each.record for each in part] for part in parts])
+            encoders = tuple(",".join(sorted({each.encoder for each in part})) for part in parts)
+            found[seed] = Training(float(np.mean(progress)), firsts and firsts[0], encoders)
     return found
 
 
-def paired(pairs: Iterable[tuple[float | None, float | None]]) -> tuple[Estimate, int] | None:
-    """By how much the first of each pair is larger: the mean with Student's 95 % interval, and of how many pairs. None if
-    fewer than two are whole.
+def student(more: Sequence[float], less: Sequence[float] = ()) -> Estimate | None:
+    """The mean of differences with Student's 95 % interval; or that of one sample less that of another (Welch's). None of
+    fewer than two; no interval where they do not differ among themselves.
     """
-    from scipy.stats import ttest_1samp
+    from scipy.stats import t
 
-    more = np.array([a - b for a, b in pairs if a is not None and b is not None])
-    if len(more) < 2:
+    samples = [np.array(each) for each in (more, less) if len(each)]
+    if not samples or min(map(len, samples)) < 2:
         return None
-    mean, se = float(more.mean()), float(more.std(ddof=1) / np.sqrt(len(more)))
-    if se == 0:
-        return Estimate(mean, se, mean, mean), len(more)
-    return Estimate(mean, se, *map(float, ttest_1samp(more, 0).confidence_interval(0.95))), len(more)
+    mean = float(samples[0].mean() - (samples[1].mean() if less else 0))
+    if all(np.ptp(each) < 1e-9 for each in samples):
+        return Estimate(mean)
+    parts = [(each.var(ddof=1) / len(each), len(each) - 1) for each in samples]  # of the mean's variance; its degrees
+    variance = sum(part for part, _ in parts)
+    degrees = variance**2 / sum(part**2 / own for part, own in parts)
+    return Estimate(mean, float(variance**0.5), *map(float, t.interval(0.95, degrees, mean, variance**0.5)))
 
 
-def _pairs(methods: Iterable[Method], tasks: Sequence[str], rollouts: Sequence[Rollout]) -> Table | None:
+def _pairs(trainings: Mapping[Method, Mapping[int, Training]]) -> Table | None:
     """What TRACE has more than each other method with the same policy, training by training; None without pairs."""
-    trainings = {m: _trainings([each for each in rollouts if each.method == m], tasks) for m in methods}
     rows: list[tuple[Any, ...]] = []
-    for method, other in trainings.items():
+    for method, others in trainings.items():
         trace = trainings.get(ours := (method[0], "trace"), {})
-        pairs = [(trace[seed], other[seed]) for seed in trace if seed in other and method != ours]
-        values = [paired((a[kind], b[kind]) for a, b in pairs) for kind in (0, 1)]
-        if values[0]:
-            rows.append((NAMES[method], *values))
+        both = [(trace[seed], others[seed]) for seed in trace if seed in others and method != ours]
+        pairs = [(a, b) for a, b in both if a.encoders == b.encoders]
+        firsts = [a.firsts - b.firsts for a, b in pairs if a.firsts is not None and b.firsts is not None]
+        if progress := student([a.progress - b.progress for a, b in pairs]):
+            found = student(firsts)
+            rows.append((NAMES[method], (progress, len(pairs)), found and (found, len(firsts))))
     whole: Show = lambda v: f"{v[0].mean:+z.1f} {_interval(v[0], 1)} ({v[1]})"  # noqa: E731
-    columns: dict[str, Show] = {"TRACE against": str, "Progress": whole, FIRST: whole}
-    title = "What TRACE has more (points), training by training: mean over pairs of the same training seed"
-    note = (
-        "With Student's 95 % interval and, in brackets, the number of pairs. What differs from training to training is in "
-        "it; in bootstrap intervals it is not."
-    )
-    return Table(title, columns, rows, (note,)) if rows else None
+    title = "What TRACE has more (points), pair by pair: trainings with the same seed on the same encoders"
+    note = "Means with Student's 95 % interval and, in brackets, the number of pairs."
+    return Table(title, {"TRACE against": str, "Progress": whole, FIRST: whole}, rows, (note,)) if rows else None
 
 
 def _tool(methods: dict[Method, Cells], tasks: Sequence[str], reference: Method | None) -> Table:
@@ -350,6 +363,7 @@ def report(reading: Reading, reference: Method | None = None) -> dict[str, Table
     keys = [(method, task) for method, own in methods.items() for task in own]
     sheets = {key: [each.record for each in rollouts if (each.method, each.record.task) == key] for key in keys}
     guess = {task: chance(each.record for each in rollouts if each.record.task == task) for task in met}
+    trainings = {m: _trainings([each for each in rollouts if each.method == m], tasks) for m in methods}
     failed = [(NAMES[method], task, *failures(some).values()) for (method, task), some in sheets.items()]
     branched = [(NAMES[m], task, guess[task], *branches(some).values()) for (m, task), some in sheets.items()]
     lead: dict[str, Show] = {"Method": str, "Task": str}
@@ -366,8 +380,8 @@ def report(reading: Reading, reference: Method | None = None) -> dict[str, Table
         "waits": _waits(rollouts, methods, met, tasks),
     }
     sometimes = {
-        "leads": _leads(methods, tasks),
-        "pairs": _pairs(methods, tasks, rollouts),
+        "leads": _leads(methods, tasks, trainings),
+        "pairs": _pairs(trainings),
         "cues": _cues(keys, rollouts),
     }
     tables |= {key: table for key, table in sometimes.items() if table is not None}

@@ -19,6 +19,7 @@ from trace_lab.tables import DASH
 
 ACT, DIFFUSION = ("act", "none"), ("diffusion", "none")
 TRACE, TRACE_DIFFUSION, RETRIEVAL = ("act", "trace"), ("diffusion", "trace"), ("act", "retrieval")
+GRU = ("act", "gru")
 
 # Stages that succeeded in 25 rollouts of 8, 12, 8, 4 and 12 stages: the paper's main table. RETRIEVAL stands for pi_0.5.
 STAGES = {"Tool": 8, "Book": 12, "Laundry": 8, "Cable": 4, "Medicine": 12}
@@ -88,6 +89,19 @@ def test_folders_are_searched_and_no_file_counts_twice(tmp_path):
     write(tmp_path / "runs/other.jsonl", row(training_seed=9))
     reading = lines.read(tmp_path, tmp_path / "runs/1", tmp_path / "runs/1/deep/evaluation.jsonl")
     assert [each.training_seed for each in reading.rollouts] == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    "lines_in", ["Tool", "evaluation/Tool"]
+)  # as results keep them, and as tracemem eval writes them
+def test_rollouts_know_the_encoder_with_which_their_training_began(tmp_path, lines_in):
+    write(tmp_path / "run" / lines_in / "evaluation.jsonl", row())
+    (none,) = lines.read(tmp_path).rollouts
+    (tmp_path / "run/run.json").write_text(json.dumps({"asked": {"encoder": {"weights": "abc"}}}))
+    (one,) = lines.read(tmp_path).rollouts
+    (tmp_path / "run/run.json").write_text(json.dumps({"asked": {"encoder": None}}))
+    (own,) = lines.read(tmp_path).rollouts
+    assert (none.encoder, one.encoder, own.encoder) == ("", "abc", "")
 
 
 def test_nothing_found_is_an_error(tmp_path):
@@ -477,17 +491,16 @@ def test_leads_of_trace_over_those_with_its_policy():
 def test_trainings_with_the_same_seed_are_pairs():
     """Student's interval of 40, 20 and 30 points by hand: 30 ± 4.303 * 10 / sqrt(3)."""
     right, wrong = [Decision("a", 1, 40, 50, 1)], [Decision("a", 1, 40, 50, 0)]
-    rollouts = played(TRACE, "Tool", [9, 9], stages=10, training_seed=7)  # has no pair
-    for seed, other in enumerate([5, 7, 6]):
-        rollouts += played(TRACE, "Tool", [8, 10], stages=10, training_seed=seed, decisions=right)
-        rollouts += played(
-            ACT, "Tool", [other, other], stages=10, training_seed=seed, decisions=wrong if seed else right
-        )
+    rollouts = played(TRACE, "Tool", [2, 2], stages=10, training_seed=1)  # has no pair
+    for seed, (ours, other) in {0: (9, 5), 2: (5, 3), 3: (8, 5)}.items():
+        rollouts += played(TRACE, "Tool", [ours - 1, ours + 1], stages=10, training_seed=seed, decisions=right)
+        rollouts += played(ACT, "Tool", [other], stages=10, training_seed=seed, decisions=wrong if seed else right)
     rollouts += played(RETRIEVAL, "Tool", [1], stages=10) + played(DIFFUSION, "Tool", [1], stages=10)
+    rollouts += [replace(x, encoder="another") for s in (0, 2) for x in played(GRU, "Tool", [1], training_seed=s)]
     pairs = stats.report(Reading(tuple(rollouts)))["pairs"]
     ((name, (progress, count), (firsts, _)),) = (
         pairs.rows
-    )  # one pair of RETRIEVAL is none, and DIFFUSION has another policy
+    )  # one pair is none; no TRACE with that policy; other encoders
     assert (name, count) == ("ACT", 3)
     half = 4.30265 * 10 / math.sqrt(3)
     assert (progress.mean, progress.low, progress.high) == pytest.approx((30, 30 - half, 30 + half), abs=1e-3)
@@ -502,7 +515,26 @@ def test_pairs_need_every_task_and_a_decision():
     rollouts += [each for s in (0, 1) for each in played(ACT, "Book", [1 + s], training_seed=s)]
     ((_, (progress, count), firsts),) = stats.report(Reading(tuple(rollouts)))["pairs"].rows
     assert (progress.mean, count, firsts) == (pytest.approx(100 - (37.5 + 50) / 2), 2, None)  # nobody has decided
-    assert stats.paired([(3.0, 1.0), (4.0, 2.0)]) == (Estimate(2.0, 0.0, 2.0, 2.0), 2)
+
+
+def test_leads_over_trainings_are_welchs():
+    """By hand: 90, 80 and 70 less 50 and 40 have 35 ± t * sqrt(100 / 3 + 50 / 2), Welch's t for 2.88 degrees."""
+    rollouts = [x for s, n in enumerate((9, 8, 7)) for x in played(TRACE, "Tool", [n], stages=10, training_seed=s)]
+    rollouts += [x for s, n in enumerate((5, 4)) for x in played(ACT, "Tool", [n], stages=10, training_seed=s + 5)]
+    leads = {row[0]: row[-1] for row in stats.report(Reading(tuple(rollouts)))["leads"].rows}
+    error = (100 / 3 + 50 / 2) ** 0.5
+    degrees = error**4 / ((100 / 3) ** 2 / 2 + (50 / 2) ** 2 / 1)
+    half = 3.25718 * error
+    assert degrees == pytest.approx(2.8824, abs=1e-3)
+    assert (leads["ACT"].low, leads["ACT"].high) == pytest.approx((35 - half, 35 + half), abs=1e-3)
+    assert leads["TRACE Regression"] is None
+
+
+def test_where_nothing_differs_there_is_no_interval():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert stats.student([29.9, 80.1 - 50.2, 90.3 - 60.4]) == Estimate(pytest.approx(29.9))
+        assert stats.student([1.0]) is None
 
 
 def test_caption_shows_unequal_numbers():
