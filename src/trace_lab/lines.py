@@ -120,8 +120,11 @@ def rollout(row: Any, where: str) -> Rollout:
 def encoder_of(file: Path) -> str:
     """What the run.json above a file of lines says of the encoder; nothing if there is none."""
     notes = [note for folder in file.parents[1:3] if (note := folder / "run.json").exists()]
-    asked = json.loads(notes[0].read_text()).get("asked", {}) if notes else {}
-    return str((asked.get("encoder") or {}).get("weights", ""))
+    try:
+        encoder = json.loads(notes[0].read_text()).get("asked", {}).get("encoder") if notes else None
+        return "" if encoder is None else str(encoder["weights"])
+    except (ValueError, AttributeError, LookupError, TypeError) as error:
+        raise LineError(str(notes[0]), repr(error), "what tracemem train writes, with asked.encoder.weights") from error
 
 
 def read(*paths: Path) -> Reading:

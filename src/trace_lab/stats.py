@@ -109,10 +109,15 @@ def difference(first: Cells, second: Cells, tasks: Sequence[str]) -> Estimate | 
     return estimate(plus + minus) if plus and minus else None
 
 
+def by_seed(own: Cells, tasks: Sequence[str]) -> dict[int, float]:
+    """The task-balanced mean of each training seed that has every task."""
+    seeds = sorted(set.intersection(*(set(own.get(task, ())) for task in tasks)))
+    return {seed: float(np.mean([own[task][seed].mean() for task in tasks])) for seed in seeds}
+
+
 def seed_spread(own: Cells, tasks: Sequence[str]) -> float | None:
     """Standard deviation over training seeds of the task-balanced mean; of seeds (two or more) that have every task."""
-    seeds = sorted(set.intersection(*(set(own.get(task, ())) for task in tasks)))
-    means = [np.mean([own[task][seed].mean() for task in tasks]) for seed in seeds]
+    means = [*by_seed(own, tasks).values()]
     return float(np.std(means, ddof=1)) if len(means) > 1 else None
 
 
@@ -259,7 +264,7 @@ def _leads(
         if trace and other and None not in (found.low, found.high, trace.low, trace.high):
             apart = trace.low > found.high or found.low > trace.high  # type: ignore[operator]
         own, theirs = ([each.progress for each in trainings.get(m, {}).values()] for m in (ours, method))
-        again = student(own, theirs) if other and own and theirs else None
+        again = student(own, theirs) if other else None
         rows.append((NAMES[method], found, len(theirs), lead, apart, again))
     if all(row[3] is None for row in rows):
         return None
@@ -279,29 +284,27 @@ def _leads(
     return Table("Average progress (%) with 95 % intervals, and what TRACE has more", columns, rows, (note,))
 
 
-def _trainings(rollouts: Sequence[Rollout], tasks: Sequence[str]) -> dict[int, Training]:
-    """Those of a method that have every task, by training seed."""
+def _trainings(own: Cells, rollouts: Sequence[Rollout], tasks: Sequence[str]) -> dict[int, Training]:
+    """Those of a method that have every task, by training seed; `rollouts` are the method's."""
     found: dict[int, Training] = {}
-    for seed in sorted({each.training_seed for each in rollouts}):
+    for seed, progress in by_seed(own, tasks).items():
         parts = [[each for each in rollouts if (each.training_seed, each.record.task) == (seed, t)] for t in tasks]
-        if all(parts):
-            progress = [np.mean(sorted(100 * each.record.progress for each in part)) for part in parts]
-            firsts = _firsts([[each.record for each in part] for part in parts])
-            encoders = tuple(",".join(sorted({each.encoder for each in part})) for part in parts)
-            found[seed] = Training(float(np.mean(progress)), firsts and firsts[0], encoders)
+        firsts = _firsts([[each.record for each in part] for part in parts])
+        encoders = tuple(",".join(sorted({each.encoder for each in part})) for part in parts)
+        found[seed] = Training(progress, firsts and firsts[0], encoders)
     return found
 
 
-def student(more: Sequence[float], less: Sequence[float] = ()) -> Estimate | None:
+def student(more: Sequence[float], less: Sequence[float] | None = None) -> Estimate | None:
     """The mean of differences with Student's 95 % interval; or that of one sample less that of another (Welch's). None of
     fewer than two; no interval where they do not differ among themselves.
     """
     from scipy.stats import t
 
-    samples = [np.array(each) for each in (more, less) if len(each)]
-    if not samples or min(map(len, samples)) < 2:
+    samples = [np.array(each) for each in (more, less) if each is not None]
+    if min(map(len, samples)) < 2:
         return None
-    mean = float(samples[0].mean() - (samples[1].mean() if less else 0))
+    mean = float(samples[0].mean() - (0 if less is None else samples[1].mean()))
     if all(np.ptp(each) < 1e-9 for each in samples):
         return Estimate(mean)
     parts = [(each.var(ddof=1) / len(each), len(each) - 1) for each in samples]  # of the mean's variance; its degrees
@@ -363,7 +366,7 @@ def report(reading: Reading, reference: Method | None = None) -> dict[str, Table
     keys = [(method, task) for method, own in methods.items() for task in own]
     sheets = {key: [each.record for each in rollouts if (each.method, each.record.task) == key] for key in keys}
     guess = {task: chance(each.record for each in rollouts if each.record.task == task) for task in met}
-    trainings = {m: _trainings([each for each in rollouts if each.method == m], tasks) for m in methods}
+    trainings = {m: _trainings(own, [x for x in rollouts if x.method == m], tasks) for m, own in methods.items()}
     failed = [(NAMES[method], task, *failures(some).values()) for (method, task), some in sheets.items()]
     branched = [(NAMES[m], task, guess[task], *branches(some).values()) for (m, task), some in sheets.items()]
     lead: dict[str, Show] = {"Method": str, "Task": str}

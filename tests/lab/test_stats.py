@@ -102,6 +102,10 @@ def test_rollouts_know_the_encoder_with_which_their_training_began(tmp_path, lin
     (tmp_path / "run/run.json").write_text(json.dumps({"asked": {"encoder": None}}))
     (own,) = lines.read(tmp_path).rollouts
     assert (none.encoder, one.encoder, own.encoder) == ("", "abc", "")
+    for wrong in ('{"asked": {"enc', '["asked"]', '{"asked": {"encoder": {}}}'):
+        (tmp_path / "run/run.json").write_text(wrong)
+        with pytest.raises(LineError, match=r"run.json: got .*, expected what tracemem train writes"):
+            lines.read(tmp_path)
 
 
 def test_nothing_found_is_an_error(tmp_path):
@@ -535,6 +539,7 @@ def test_where_nothing_differs_there_is_no_interval():
         warnings.simplefilter("error")
         assert stats.student([29.9, 80.1 - 50.2, 90.3 - 60.4]) == Estimate(pytest.approx(29.9))
         assert stats.student([1.0]) is None
+        assert stats.student([1.0, 2.0], []) is None  # nothing to compare with, and not a comparison with nothing
 
 
 def test_caption_shows_unequal_numbers():
