@@ -1,0 +1,61 @@
+"""Every memory by name: which class makes it, and how tables and figures show it. The only such list. Imports no torch, so
+that tables, figures and `tracemem --help` can use it.
+"""
+
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Method:
+    """One memory.
+
+    Args:
+        name: the word for it in options, files and tables.
+        target: "module:attribute" of a callable that makes the memory from a `MemoryConfig`.
+        label: what tables and figures call it.
+        colour: of its marks in figures.
+    """
+
+    name: str
+    target: str
+    label: str
+    colour: str
+
+    def load(self) -> Any:
+        """The callable behind `target`."""
+        module, attribute = self.target.split(":")
+        found: Any = import_module(module)
+        for part in attribute.split("."):
+            found = getattr(found, part)
+        return found
+
+
+METHODS: dict[str, Method] = {}  # in the order of tables
+
+
+def register(method: Method) -> Method:
+    """Adds a memory. Its name must be new."""
+    if method.name in METHODS:
+        raise ValueError(f"method {method.name!r}: is registered already, expected a new name")
+    METHODS[method.name] = method
+    return method
+
+
+for _method in (
+    Method("none", "trace_memory.baselines:NoMemory.from_config", "no memory", "#7f7f7f"),
+    Method("trace", "trace_memory.trace:TraceMemory.from_config", "TRACE", "#d62728"),
+    Method("paper", "trace_memory.trace:PaperTraceMemory.from_config", "TRACE, paper's form", "#ff9896"),
+    Method("gru", "trace_memory.baselines:GRUMemory.from_config", "GRU", "#1f77b4"),
+    Method("transformer", "trace_memory.baselines:TransformerContext.from_config", "transformer context", "#2ca02c"),
+    Method("lru", "trace_memory.baselines:LRUMemory.from_config", "LRU slots", "#9467bd"),
+    Method("retrieval", "trace_memory.baselines:RetrievalPrompt.from_config", "retrieval prompt", "#8c564b"),
+    Method("current", "trace_memory.ablations:CurrentObservation.from_config", "current observation", "#c7c7c7"),
+    Method("signature-only", "trace_memory.ablations:SignatureOnly.from_config", "signature only", "#bcbd22"),
+    Method("unrouted", "trace_memory.ablations:UnroutedTrace.from_config", "unrouted slots", "#17becf"),
+    Method("no-delta", "trace_memory.ablations:NoDeltaTrace.from_config", "no delta key", "#e377c2"),
+    Method("mean-read", "trace_memory.ablations:MeanReadTrace.from_config", "mean readout", "#aec7e8"),
+    Method("no-auxiliary", "trace_memory.ablations:NoAuxiliaryTrace.from_config", "no auxiliary losses", "#98df8a"),
+):
+    register(_method)
