@@ -7,6 +7,8 @@ from pathlib import Path
 import tyro
 from rich.console import Console
 
+from trace_errors import CheckpointError
+
 
 class AttachError(Exception):
     """The checkpoint cannot be used; nothing was written."""
@@ -15,17 +17,18 @@ class AttachError(Exception):
 def attached(checkpoint: Path, name: str, preset: str, slots: int | None) -> tuple:
     """The policy with a memory and its pipelines, from a stock checkpoint."""
     from lerobot.configs.policies import PreTrainedConfig
-    from lerobot.policies.factory import get_policy_class, make_pre_post_processors
+    from lerobot.policies.factory import get_policy_class
 
     import lerobot_policy_trace  # noqa: F401  (registers the configurations)
     from lerobot_policy_trace.configuration_trace import MemoryOptions
+    from lerobot_policy_trace.loading import load_configuration, load_processors
     from lerobot_policy_trace.processor_trace import with_raw_state
 
     if not (checkpoint / "config.json").exists():
         raise AttachError(
             f"{checkpoint}: no config.json there, expected a folder like checkpoints/last/pretrained_model"
         )
-    stock = PreTrainedConfig.from_pretrained(checkpoint)
+    stock = load_configuration(checkpoint)
     if name == "none":
         raise AttachError("memory: got 'none', which is the policy you have")
     if stock.type not in {"act", "diffusion"}:
@@ -40,7 +43,7 @@ def attached(checkpoint: Path, name: str, preset: str, slots: int | None) -> tup
         raise AttachError(
             f"{checkpoint}: its weights do not fit ({len(unexpected)} unknown, e.g. {list(unexpected)[:1]})"
         )
-    before, after = with_raw_state(make_pre_post_processors(stock, pretrained_path=str(checkpoint)))
+    before, after = with_raw_state(load_processors(stock, checkpoint))
     return policy, before, after
 
 
@@ -70,7 +73,7 @@ def attach(
         policy, before, after = attached(checkpoint, memory, preset, slots)
     except (AttachError, ValueError) as error:
         print(f"tracemem attach: {error}", file=sys.stderr)  # noqa: T201
-        return 2
+        return error.exit_code if isinstance(error, CheckpointError) else 2
     for part in (policy, before, after):
         part.save_pretrained(out)
     added = sum(p.numel() for p in policy.recall.parameters())

@@ -24,11 +24,11 @@ from trace_bench.env import OptionError, make
 from trace_bench.referee import Outcome
 from trace_bench.registry import VERSIONS, UnknownTaskError, load
 from trace_bench.robot import CAMERAS, CHANNELS
+from trace_errors import CheckpointError
 from trace_lab.collect import UsageError, disk_full, tell
 from trace_lab.dataset import FolderError, write_json
 from trace_lab.rollout import Begin, Meter, Pilot, PolicyError, Rows, WorkerError, play
 
-POLICIES = ("act", "diffusion", "trace_act", "trace_diffusion")
 FILES = ("config.json", "model.safetensors", "policy_preprocessor.json", "policy_postprocessor.json")
 SETTINGS, RESULTS = "evaluation.json", "evaluation.jsonl"
 ENV = ("split", "profile", "delay", "limit", "size", "cameras")
@@ -52,18 +52,15 @@ def find(path: Path) -> tuple[Path, Path | None]:
 def configuration(folder: Path, device: str) -> Any:
     """The policy's configuration, on a device."""
     import torch
-    from lerobot.configs.policies import PreTrainedConfig
 
     import lerobot_policy_trace  # noqa: F401  (registers the configurations)
+    from lerobot_policy_trace.loading import load_configuration
 
     if device == "cuda" and not torch.cuda.is_available():
         raise UsageError("--device: got cuda, but PyTorch finds none here")
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    kind = json.loads((folder / FILES[0]).read_text()).get("type")
-    if kind not in POLICIES:
-        raise UsageError(f"{folder}: a policy of type {kind!r}, expected one of {', '.join(POLICIES)}")
-    config: Any = PreTrainedConfig.from_pretrained(folder, cli_overrides=[f"--device={device}"])
+    config = load_configuration(folder, cli_overrides=[f"--device={device}"])
     config.pretrained_backbone_weights = None  # they come from the checkpoint, not from the network
     return config
 
@@ -85,7 +82,9 @@ def eyes(config: Any, size: int | None) -> tuple[int, tuple[str, ...]]:
 def pilot(folder: Path, config: Any, seed: int) -> Pilot:
     """The policy itself, ready to act in float32. Its noise, if it has any, comes from the seed."""
     import torch
-    from lerobot.policies.factory import get_policy_class, make_pre_post_processors
+    from lerobot.policies.factory import get_policy_class
+
+    from lerobot_policy_trace.loading import load_processors
 
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     device = {"device_processor": {"device": config.device}}
@@ -94,7 +93,7 @@ def pilot(folder: Path, config: Any, seed: int) -> Pilot:
             policy = get_policy_class(config.type).from_pretrained(folder, config=config, strict=True)
         except RuntimeError as error:
             raise UsageError(f"{folder}: its weights do not fit. {' '.join(str(error).split())[:300]}") from error
-        pipelines = make_pre_post_processors(config, pretrained_path=str(folder), preprocessor_overrides=device)
+        pipelines = load_processors(config, folder, preprocessor_overrides=device)
     torch.manual_seed(seed)
     return Pilot(policy, *pipelines)
 
@@ -352,6 +351,8 @@ def evaluate(
                     content["summary"] = go(settings, place, file, envs, crew, todo, console)
             found = content.get("summary") or summary(lines(place).values())
             write_json(place / SETTINGS, {"settings": settings, "summary": found})
+    except CheckpointError as error:
+        return say(error, error.exit_code)
     except (UsageError, UnknownTaskError, OptionError, FolderError, PolicyError) as error:
         return say(error, 1 if isinstance(error, FolderError | PolicyError) else 2)
     except (KeyboardInterrupt, WorkerError, OSError) as error:

@@ -626,8 +626,8 @@ def test_bad_options_are_named(options, message, runs, tmp_path, capsys):
 
 
 def test_checkpoints_that_cannot_be_used_are_named(runs, tmp_path, capsys):
-    def said(folder) -> str:
-        assert main(words(folder, tmp_path / "out", 1)) == 2
+    def said(folder, code=2) -> str:
+        assert main(words(folder, tmp_path / "out", 1)) == code
         return capsys.readouterr().err
 
     message = said(tmp_path / "nowhere")
@@ -641,7 +641,7 @@ def test_checkpoints_that_cannot_be_used_are_named(runs, tmp_path, capsys):
         (folder / "config.json").write_text(files.get("config") or config)
         return folder
 
-    assert "a policy of type 'pi0', expected one of act, " in said(changed(config=config.replace('"act"', '"pi0"')))
+    assert "a policy of type 'pi0', expected one of act, " in said(changed(config=config.replace('"act"', '"pi0"')), 1)
     message = said(changed(config=config.replace("images.overhead", "images.top")))
     assert "the policy needs {'top': (3, 32, 32)}; the suite has {'overhead': (3, 32, 32)" in message
     assert "its weights do not fit. " in said(changed(config=config.replace('"dim_model": 32', '"dim_model": 64')))
