@@ -18,6 +18,7 @@ def attached(checkpoint: Path, name: str, preset: str, slots: int | None) -> tup
     """The policy with a memory and its pipelines, from a stock checkpoint."""
     from lerobot.configs.policies import PreTrainedConfig
     from lerobot.policies.factory import get_policy_class
+    from safetensors import SafetensorError
 
     import lerobot_policy_trace  # noqa: F401  (registers the configurations)
     from lerobot_policy_trace.configuration_trace import MemoryOptions
@@ -36,7 +37,10 @@ def attached(checkpoint: Path, name: str, preset: str, slots: int | None) -> tup
     kind = PreTrainedConfig.get_choice_class(f"trace_{stock.type}")
     memory = MemoryOptions(name=name, preset=preset, attach="residual", slots=slots)
     config = kind(**{f.name: getattr(stock, f.name) for f in fields(stock) if f.init}, memory=memory)
-    trained = get_policy_class(stock.type).from_pretrained(checkpoint)
+    try:
+        trained = get_policy_class(stock.type).from_pretrained(checkpoint)
+    except (SafetensorError, FileNotFoundError) as error:
+        raise CheckpointError(f"{checkpoint}: model.safetensors is missing or not whole ({error})") from error
     policy = get_policy_class(config.type)(config)
     missing, unexpected = policy.load_state_dict(trained.state_dict(), strict=False)
     if unexpected or any(not key.startswith("recall.") for key in missing):

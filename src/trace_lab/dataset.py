@@ -339,6 +339,8 @@ def aggregate(repo_id: str, parts: list[Path], target: Path) -> None:
     try:
         with contextlib.redirect_stderr(StringIO()):
             aggregate_datasets([repo_id] * len(parts), repo_id, roots=parts, aggr_root=target)
+        stats = target / "meta/stats.json"  # LeRobot takes its names from a set: in another order in every process
+        stats.write_text(json.dumps(json.loads(stats.read_text()), indent=4, sort_keys=True) + "\n")
     finally:
         datasets.config.HF_DATASETS_CACHE = usual
         shutil.rmtree(cache, ignore_errors=True)

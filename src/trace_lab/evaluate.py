@@ -83,6 +83,7 @@ def pilot(folder: Path, config: Any, seed: int) -> Pilot:
     """The policy itself, ready to act in float32. Its noise, if it has any, comes from the seed."""
     import torch
     from lerobot.policies.factory import get_policy_class
+    from safetensors import SafetensorError
 
     from lerobot_policy_trace.loading import load_processors
 
@@ -93,6 +94,8 @@ def pilot(folder: Path, config: Any, seed: int) -> Pilot:
             policy = get_policy_class(config.type).from_pretrained(folder, config=config, strict=True)
         except RuntimeError as error:
             raise UsageError(f"{folder}: its weights do not fit. {' '.join(str(error).split())[:300]}") from error
+        except SafetensorError as error:
+            raise CheckpointError(f"{folder / FILES[1]}: not a whole safetensors file ({error})") from error
         pipelines = load_processors(config, folder, preprocessor_overrides=device)
     torch.manual_seed(seed)
     return Pilot(policy, *pipelines)

@@ -17,13 +17,14 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 
 from trace_lab.dataset import write_json
 from trace_lab.recipe import Recipe
 
 OURS = re.compile(r"lock|run\.json\..*")  # what a run that was killed before it began may have left
 INSIST = 3.0  # seconds after which a second Ctrl-C is meant
+NEEDED = ("pretrained_model/model.safetensors", "training_state/optimizer.safetensors")  # to go on from a checkpoint
 KEPT = 2  # checkpoints that stay: if the newest should ever turn out bad, there is one before it
 
 
@@ -58,6 +59,21 @@ def differences(before: dict[str, Any], now: dict[str, Any], name: str = "") -> 
         elif a != b:
             found.append(f"{full} was {a!r}, now {b!r}")
     return found
+
+
+def damage(checkpoint: Path) -> str | None:
+    """What is wrong with a checkpoint on disk: a file that is missing, cut off or not readable. None if nothing is."""
+    files = {checkpoint / name for name in NEEDED} | {*checkpoint.rglob("*.json"), *checkpoint.rglob("*.safetensors")}
+    for file in sorted(files):
+        try:
+            if file.suffix == ".json":
+                json.loads(file.read_text())
+            else:
+                with safe_open(file, "pt"):  # compares the size with what the header tells
+                    pass
+        except (OSError, ValueError, SafetensorError) as error:
+            return f"{file.relative_to(checkpoint)} is missing or damaged ({' '.join(str(error).split())[:200]})"
+    return None
 
 
 @dataclass
@@ -128,6 +144,33 @@ class Run:
     def checkpoint(self, step: int) -> Path:
         """Its folder."""
         return self.checkpoints / f"{step:06d}"
+
+    def whole(self, step: int) -> Path:
+        """A checkpoint's folder; a RunError if it is damaged."""
+        if reason := damage(self.checkpoint(step)):
+            raise RunError(f"{self.checkpoint(step)}: {reason}, expected a whole checkpoint")
+        return self.checkpoint(step)
+
+    def mend(self, tell: Callable[[str], object]) -> None:
+        """Sets newest checkpoints aside that are damaged, and tells of each; a RunError if no other is left."""
+        bad = {}
+        for step in reversed(self.finished()):
+            if not (reason := damage(self.checkpoint(step))):
+                break
+            bad[step] = f"{self.checkpoint(step)}: {reason}"
+        if bad and len(bad) == len(self.finished()):
+            raise RunError(
+                f"{'; '.join(bad.values())}. No other checkpoint is left and nothing was changed: restore one of these, or "
+                "choose another --out"
+            )
+        sound = next((step for step in reversed(self.finished()) if step not in bad), 0)
+        for step, reason in bad.items():
+            aside = self.checkpoints / f"damaged-{step:06d}"
+            shutil.rmtree(aside, ignore_errors=True)
+            self.checkpoint(step).rename(aside)
+            tell(f"{reason}. It is now {aside.name}; going on from update {sound}")
+        if bad:
+            self._point(sound)
 
     def save(self, step: int, write: Callable[[Path], None]) -> None:
         """A checkpoint, put in place when it is whole; then `last` points to it, and old ones go."""

@@ -247,7 +247,7 @@ def trained(folder: Path) -> tuple[Path, dict[str, Any]]:
     if not (folder / "run.json").exists() or not (done := run.finished()):
         raise RunError(f"encoder: {folder}: no run with a checkpoint there, expected a folder of tracemem train")
     asked = json.loads((folder / "run.json").read_text())["asked"]
-    policy = run.checkpoint(done[-1]) / "pretrained_model"
+    policy = run.whole(done[-1]) / "pretrained_model"
     digest = hashlib.sha256((policy / "model.safetensors").read_bytes()).hexdigest()
     told = {name: asked[name] for name in ("recipe", "seed", "dataset", "encoder") if name in asked}
     return policy, {"asked": told, "step": done[-1], "weights": digest}
@@ -292,6 +292,8 @@ def run_training(
     run, main = Run(out), accelerator.is_main_process
     run.check(asked)
     with run.locked() if main else contextlib.nullcontext():
+        if main:
+            run.mend(lambda text: console.print(text, markup=False, highlight=False, soft_wrap=True))
         once = made.backbone == "frozen" and cache is not None  # then a picture is encoded at most once
         place = "file" if once and frames == "auto" else frames
         store = open_frames(

@@ -1,6 +1,7 @@
 """Training: killed at any moment it ends where it would have ended; a run folder keeps what it has; bad input is named."""
 
 import errno
+import hashlib
 import itertools
 import json
 import multiprocessing
@@ -116,6 +117,71 @@ def test_killed_again_and_again_it_ends_with_the_same_bits(data, straight, tmp_p
     assert same(*(load_file(each / "checkpoints" / "000006" / "training_state" / "optimizer.safetensors")
                   for each in (out, straight)))  # fmt: skip
     assert Run(out).lines() == Run(straight).lines()
+
+
+@pytest.fixture(scope="module")
+def again(dataset, tmp_path_factory) -> Path:
+    """The dataset collected again with the same options, in a process that orders its sets otherwise."""
+    out = tmp_path_factory.mktemp("again") / dataset.name
+    words = ["collect", "Cable", "--episodes", "2", "--size", "64", "--workers", "1", "--out", str(out)]
+    environment = os.environ | {"PYTHONHASHSEED": "1"}
+    subprocess.run([sys.executable, "-m", "trace_lab.cli", *words], check=True, env=environment, capture_output=True)
+    return out
+
+
+def test_the_same_collection_is_the_same_bytes(dataset, again):
+    def digests(root: Path) -> dict[str, str]:
+        files = (
+            path for path in root.glob("**/*") if path.is_file() and "trace_memory" not in path.parts
+        )  # training's
+        return {str(path.relative_to(root)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+    found = digests(again)
+    assert {Path(name).suffix for name in found} == {".json", ".jsonl", ".parquet", ".mp4", ".png", ".md"}
+    assert found == digests(dataset)
+    assert list(json.loads((again / "meta/stats.json").read_text())) == sorted(open_dataset(again).stats)
+
+
+def older(straight: Path, out: Path) -> Path:
+    """The run as it was after update 4."""
+    shutil.copytree(straight, out, symlinks=True)
+    shutil.rmtree(out / "checkpoints/000006")
+    return out
+
+
+def test_it_goes_on_with_data_that_were_collected_again(again, straight, tmp_path):
+    out = older(straight, tmp_path / "run")
+    result = run_training(again, out, small(jitter=0.1, shift=2), 5, device="cpu")
+    assert result.step == 6
+    assert same(weights(out), weights(straight))
+
+
+def cut(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+
+
+@pytest.mark.parametrize("file", ["pretrained_model/model.safetensors", "training_state/optimizer.safetensors"])
+def test_a_damaged_checkpoint_is_told_and_the_one_before_is_used(file, data, straight, tmp_path, capsys):
+    out = shutil.copytree(straight, tmp_path / "run", symlinks=True)
+    cut(out / "checkpoints/000006" / file)
+    run_training(data[0], out, small(jitter=0.1, shift=2), 5, device="cpu", cache=data[1])
+    said = capsys.readouterr().err
+    assert f"{out}/checkpoints/000006: {file} is missing or damaged" in said
+    assert "It is now damaged-000006; going on from update 4" in said
+    assert same(weights(out), weights(straight))
+    assert Run(out).finished() == [4, 6]
+    assert (out / "checkpoints/damaged-000006" / file).exists()
+
+
+def test_when_no_checkpoint_is_whole_it_says_so_and_changes_nothing(data, straight, tmp_path):
+    out = shutil.copytree(straight, tmp_path / "run", symlinks=True)
+    cut(out / "checkpoints/000006/training_state/optimizer.safetensors")
+    (out / "checkpoints/000004/pretrained_model/model.safetensors").unlink()
+    with pytest.raises(RunError, match=r"000006: .*damaged .*000004: .*missing .*No other checkpoint is left"):
+        run_training(data[0], out, small(jitter=0.1, shift=2), 5, device="cpu")
+    assert Run(out).finished() == [4, 6]
+    with pytest.raises(RunError, match=r"000006: training_state/optimizer\.safetensors is missing or damaged"):
+        run_training(data[0], tmp_path / "new", small(), 0, device="cpu", encoder=out)
 
 
 def test_seeds_and_augmentation_matter(data, straight, tmp_path):
