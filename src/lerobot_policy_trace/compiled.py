@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor, nn
-from trace_memory.trace import deployed
 
 from lerobot_policy_trace.capture import replayed
 from lerobot_policy_trace.encoder import baked
 from lerobot_policy_trace.session import Batch, Carry, Marks, Session, Turn, control_step, exact_products
 from trace_errors import ControlError
 from trace_memory.memory import Readout
+from trace_memory.trace import deployed
 
 if TYPE_CHECKING:
     from lerobot_policy_trace.modeling_trace import MemoryPolicy
@@ -107,10 +107,10 @@ class CompiledSession(Session):
                     torch.zeros(rows, n, device=device) for n in (head.memory.content, head.memory.channels)
                 )
                 says = head.memory.advance(head.memory.init(rows), content, raw)[1]
-            blank = blank._replace(readout=Readout(*(torch.zeros_like(x) for x in says[:5])))
+            blank = blank._replace(readout=says.map(torch.zeros_like))
         self.names = list(blank.memory)
         parts = [*blank.memory.values(), *(blank.readout or ())[:5]]
-        self.forms = [x.shape[1:] for x in parts]  # type: ignore[union-attr]
+        self.forms = [x.shape[1:] for x in parts]
         self.kept = torch.zeros(rows, sum(form.numel() for form in self.forms), device=device)  # all of these in one
         self._carry = blank._replace(memory={}, readout=None)
         self.next = torch.zeros(rows, blank.chunk.shape[-1], device=device)  # actions
@@ -142,7 +142,7 @@ class CompiledSession(Session):
         )
         chunk, kept = after.chunk, self.kept
         if see and self.remembers:
-            kept = torch.cat([x.flatten(1) for x in (*after.memory.values(), *(after.readout or ())[:5])], dim=1)  # type: ignore[union-attr]
+            kept = torch.cat([x.flatten(1) for x in (*after.memory.values(), *(after.readout or ())[:5])], dim=1)
         if predicted is not None:
             self.predicted = predicted
         action = chunk[torch.arange(self.rows, device=self.device), position]

@@ -12,25 +12,16 @@ from lerobot.policies.act.configuration_act import ACTConfig
 from lerobot.policies.diffusion.configuration_diffusion import DiffusionConfig
 
 from trace_errors import UsageError
+from trace_memory import config as memory_config
 from trace_memory.config import MemoryConfig, PaperOptions
 
 FAR = 1_000_000  # frames back: farther than any episode's first, to which LeRobot clamps it
 ATTACH = ("tokens", "residual")
-GONE = "it is gone: our form of the memory has one value for it; the paper's form has memory.paper"
-RENAMED = {  # names of version 0.1 -> what to write now
-    "update_every": "it is `period` now",
-    "budget": "it is `history_frames` now",
-    "stride": "it is `history_stride` now",
-    "rates": "it is `velocity_channels` now",
-    "preset": "it is gone: write width and hidden, or name=paper for the paper's form",
-    "path": "it is gone: keys are written and the policy is conditioned on them",
-    "clock": "it is gone: ours writes by arc length, name=paper at every step",
-    "gate": "it is gone: ours has closing gates, name=paper the paper's",
-    "grid": "it is gone: ours keeps 3 x 3 places, name=paper their mean",
-    **{name: f"it is `paper.{name}` now, for name=paper" for name in ("slots", "depth", "tau", "identity", "anchor")},
-    **{name: f"it is `paper.{name}` now, for name=paper" for name in ("balance", "entropy", "consistency")},
-    "key": "it is `paper.log_signature` now, for name=paper",
-    **dict.fromkeys(("fade", "bound", "start", "read_gain"), GONE),
+RENAMED = memory_config.RENAMED | {  # names of version 0.1, and what stands in their place
+    "update_every": "is now period",
+    "budget": "is now history_frames",
+    "stride": "is now history_stride",
+    "grid": "is not an option any more: our form keeps 3 x 3 places, the paper's their mean",
 }
 
 
@@ -109,11 +100,11 @@ class MemoryOptions:
         return [-FAR, *(-self.history_stride * back for back in range(self.history_frames - 2, -1, -1))]
 
 
-def _decode(_kind: Any, raw: Any, path: Any) -> MemoryOptions:
+def _decode(raw: Any, path: Any = ()) -> MemoryOptions:
     """From a configuration file or the command line; names of version 0.1 are refused with the new one."""
     for name in raw if isinstance(raw, dict) else ():
         if name in RENAMED:
-            raise DecodingError(path, f"memory.{name}: {RENAMED[name]} (CHANGELOG, 0.2)")
+            raise DecodingError(path, f"memory.{name} {RENAMED[name]} (CHANGELOG, 0.2)")
     options: MemoryOptions = draccus.parsers.decoding.decode_dataclass(MemoryOptions, raw, path)
     return options
 

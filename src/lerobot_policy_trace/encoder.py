@@ -28,9 +28,9 @@ def folded(conv: Any, norm: Any, x: Tensor) -> Tensor:
 
 def feature_map(backbone: nn.Module, pictures: Tensor, convolve: Convolve = folded) -> Tensor:
     """The map (N, C, h, w) of pictures (N, 3, H, W) after the last layer of a ResNet, as LeRobot's policies have it."""
-    conv, norm, relu, pool, *layers = backbone.children()
-    like: Any = conv
-    if like.weight.is_contiguous(memory_format=torch.channels_last):
+    parts: list[Any] = list(backbone.children())
+    conv, norm, relu, pool, *layers = parts
+    if conv.weight.is_contiguous(memory_format=torch.channels_last):
         pictures = pictures.contiguous(memory_format=torch.channels_last)
     x: Tensor = pool(relu(convolve(conv, norm, pictures)))
     for layer in layers:
@@ -45,7 +45,7 @@ def _residual(block: Any, x: Tensor, convolve: Convolve) -> Tensor:
     y = convolve(block.conv2, block.bn2, y)
     if hasattr(block, "conv3"):
         y = convolve(block.conv3, block.bn3, F.relu(y))
-    return F.relu(y + (x if block.downsample is None else convolve(*block.downsample, x)))
+    return F.relu(y + (x if block.downsample is None else convolve(block.downsample[0], block.downsample[1], x)))
 
 
 def to_channels_last(backbone: nn.Module) -> None:

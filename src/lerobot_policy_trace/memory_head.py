@@ -18,7 +18,7 @@ from torch.nn import functional as F  # noqa: N812
 from lerobot_policy_trace.configuration_trace import MemoryOptions
 from lerobot_policy_trace.episodes import MemoryInputs
 from lerobot_policy_trace.paths import Paths
-from trace_memory.config import build
+from trace_memory.config import PAPER_FORMS, build
 from trace_memory.memory import Memory, Readout
 from trace_memory.normalise import Moments, Normaliser
 
@@ -64,7 +64,7 @@ class MemoryHead(nn.Module):
     def __init__(self, options: MemoryOptions, channels: int, vision: int, adapter: Callable[[int, int], nn.Module]):
         super().__init__()
         config = options.config(channels)
-        self.content = Content(vision, channels, config.width, POOLED if config.name == "paper" else PLACES)
+        self.content = Content(vision, channels, config.width, POOLED if config.name in PAPER_FORMS else PLACES)
         self.memory: Memory = build(config)
         self.adapter = adapter(config.width, config.hidden)
         self.register_buffer("frames", torch.zeros((), dtype=torch.int64))  # states the statistics are of; 0: none yet
@@ -100,9 +100,10 @@ class MemoryHead(nn.Module):
         moments.add(paths.states)
         self.content.mean.copy_(moments.mean)
         self.content.std.copy_(torch.where(moments.std > 1e-6, moments.std, 1.0))
-        normaliser = getattr(self.memory, "normaliser", None)
+        memory: Any = self.memory
+        normaliser = getattr(memory, "normaliser", None)
         if isinstance(normaliser, Normaliser):
-            signature: Any = self.memory.signature
+            signature: Any = memory.signature
             moving = "".join(f"-{channel}" for channel in normaliser.velocity_channels.nonzero()[:, 0].tolist())
             kept = paths.keep(f"{type(signature).__name__}-{signature.depth}-{signature.fade}-{self.period}{moving}-v5")
             # A dataset that cannot be read from or written to here is no reason to stop.

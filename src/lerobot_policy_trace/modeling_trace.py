@@ -53,7 +53,8 @@ class MemoryPolicy(PreTrainedPolicy):
     def _begin(self, vision: int, adapter: Callable[[int, int], nn.Module], dataset_meta: Any) -> None:
         """Adds the memory, if there is to be one."""
         options: MemoryOptions = self.config.memory
-        self.memory_head, self.paths, self._session, self._prepared = None, None, None, False
+        self.memory_head, self.paths, self._prepared = None, None, False
+        self._session: Session | None = None
         self.measured = measured(self.config)
         if options.name == "none":
             return
@@ -276,8 +277,9 @@ class MemoryPolicy(PreTrainedPolicy):
         from lerobot_policy_trace.compiled import CompiledSession
 
         self.use_eager()
-        self._session = CompiledSession.of(self, rows, precision=precision, late=late, fuse=fuse)
-        return self._session
+        made = CompiledSession.of(self, rows, precision=precision, late=late, fuse=fuse)
+        self._session = made
+        return made
 
     def use_eager(self) -> None:
         """Goes back to computing step by step, with a new episode in every row."""
@@ -408,7 +410,7 @@ class TraceActPolicy(MemoryPolicy):
 
         module, (maps, readout) = FlatACT(self), self._episodes(batch, {}, None)
         now = [x[:, -1].detach().requires_grad_(not batch.encoded) for x in maps]
-        read = None if readout is None else Readout(*(x.detach().requires_grad_() for x in readout[:5]))
+        read = None if readout is None else readout.map(lambda x: x.detach().requires_grad_())
         return module, module.given(now, batch.inputs, read, batch.actions, batch.action_is_pad)
 
     def predict(self, maps: list[Tensor], inputs: Inputs, readout: Readout | None, noise: Tensor | None) -> Tensor:

@@ -137,13 +137,13 @@ class MemoryUnet(DiffusionConditionalUnet1d):
             "use_film_scale_modulation": config.use_film_scale_modulation,
         }
         dims = [depth, *config.down_dims]
-        self.down_modules = nn.ModuleList()
+        self.down_modules: Any = nn.ModuleList()
         for number, (first, last) in enumerate(pairwise(dims)):
             pair = MemoryBlock(first, last, **options), MemoryBlock(last, last, **options)
             ends = number == len(dims) - 2
             self.down_modules.append(nn.ModuleList([*pair, nn.Identity() if ends else nn.Conv1d(last, last, 3, 2, 1)]))
         self.mid_modules = nn.ModuleList(MemoryBlock(dims[-1], dims[-1], **options) for _ in range(2))
-        self.up_modules = nn.ModuleList()
+        self.up_modules: Any = nn.ModuleList()
         for last, first in reversed(list(pairwise(dims[1:]))):
             pair = MemoryBlock(2 * first, last, **options), MemoryBlock(last, last, **options)
             self.up_modules.append(nn.ModuleList([*pair, nn.ConvTranspose1d(last, last, 4, 2, 1)]))
@@ -195,7 +195,7 @@ class MemoryDiffusion(DiffusionModel):
         width += sum(each.feature_dim for each in self.encoders)
         if config.env_state_feature:
             width += config.env_state_feature.shape[0]
-        self.unet: nn.Module = MemoryUnet(config, width * config.n_obs_steps, memory)
+        self.unet: Any = MemoryUnet(config, width * config.n_obs_steps, memory)
         if config.compile_model:
             self.unet = torch.compile(self.unet, mode=config.compile_mode)
         self.noise_scheduler = _make_noise_scheduler(

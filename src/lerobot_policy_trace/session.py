@@ -66,8 +66,8 @@ def control_step(
     """
     head, config = policy.memory_head, policy.config
     seen = {key: x[:, None] for key, x in now.items() if key != RAW_STATE}  # (R, s, ...)
-    for key, past in carry.past.items():
-        seen[key] = torch.cat([choose(marks.fresh, seen[key].expand_as(past), past), seen[key]], dim=1)
+    for key, old in carry.past.items():
+        seen[key] = torch.cat([choose(marks.fresh, seen[key].expand_as(old), old), seen[key]], dim=1)
     memory, readout, chunk, predicted = carry.memory, carry.readout, carry.chunk, None
     maps: list[Tensor] = []
     if see:
@@ -80,7 +80,7 @@ def control_step(
         state = MemoryState(marks.taken, before)
         with exact_products():
             after, says = (remember or head.memory.advance)(state, content.to(raw), raw)
-        memory = {name: choose(marks.due, x, before[name]) for name, x in after.tensors.items()}
+        memory = {name: choose(marks.due, after.tensors[name], x) for name, x in before.items()}
         readout = says if readout is None else says.either(marks.due, readout)
     if act:
         predicted = policy.predict(maps, {key: seen[key] for key in policy.measured}, readout, noise).to(chunk.dtype)
@@ -245,7 +245,7 @@ class Session:
         carry, predicted = control_step(self.policy, self._carry, now, marks, see=see, act=act, noise=noise)
         bad = [key for key, x in now.items() if not bool(torch.isfinite(x).all())]
         told = {"memory": [*carry.memory.values(), *(carry.readout or ())[:5]], "action": [predicted] if act else []}
-        bad = bad or [key for key, xs in told.items() if not all(bool(torch.isfinite(x).all()) for x in xs)]  # type: ignore[arg-type]
+        bad = bad or [key for key, xs in told.items() if not all(bool(torch.isfinite(x).all()) for x in xs)]
         if not bad:
             self._carry = carry
         return predicted, bad

@@ -25,18 +25,15 @@ from lerobot.policies.factory import make_policy, make_pre_post_processors
 from lerobot.rollout.inference.rtc import supports_rtc_inference
 
 from lerobot_policy_trace import (
-    EpisodeBatch,
     MemoryOptions,
     TraceActConfig,
     TraceActPolicy,
     TraceDiffusionConfig,
     TraceDiffusionPolicy,
 )
-from lerobot_policy_trace import session as session_module
-from lerobot_policy_trace.memory_head import FORM, Content
-from lerobot_policy_trace.networks import MemoryBlock, MemoryUnet
+from lerobot_policy_trace.memory_head import Content
 from lerobot_policy_trace.paths import Paths
-from trace_errors import CheckpointError, DatasetError, ObservationError, UsageError
+from trace_errors import DatasetError
 from trace_memory.registry import METHODS
 
 CAMERAS = [f"observation.images.{name}" for name in ("overhead", "left_wrist", "right_wrist")]
