@@ -117,10 +117,10 @@ class Readout(NamedTuple):
 class PathFeatures(NamedTuple):
     """What a memory that looks at the path is told of each step, and the path's own state after the last."""
 
-    xi: Float[Tensor, "B T D"]  # raw signature
-    delta: Float[Tensor, "B T D"]  # its increment
-    moved: Float[Tensor, "B T d_s"]  # displacement of the standardised path
-    point: Float[Tensor, "B T d_s"]  # and where it ends
+    xi: Float[Tensor, "*n D"]  # raw signature
+    delta: Float[Tensor, "*n D"]  # its increment
+    moved: Float[Tensor, "*n d_s"]  # displacement of the standardised path
+    point: Float[Tensor, "*n d_s"]  # and where it ends
     tensors: dict[str, Tensor]
 
 
@@ -181,13 +181,16 @@ class Memory(nn.Module, ABC):
         """What `_run` is told of the path (B, T, d_s); None for memories that do not look at it."""
         return None
 
-    def _path_step(self, state: MemoryState, robot_state: Tensor) -> PathFeatures | None:
-        """The same for one step."""
+    def _path_at(self, path: Tensor, at: Tensor) -> PathFeatures | None:
+        """The same for chosen steps `at` of a path that begins here."""
         return None
 
-    def _path_at(self, path: Tensor, at: Tensor) -> PathFeatures | None:
-        """The same for chosen steps of a path that begins here."""
-        return None
+    def _step(self, state: MemoryState, content: Tensor, robot_state: Tensor) -> tuple[dict[str, Tensor], Readout]:
+        """All tensors after one step, and the readout: a scan of one step, unless a memory has a shorter way."""
+        valid = torch.ones_like(content[:, :1], dtype=torch.bool)
+        path = self._path(state, robot_state[:, None], valid)
+        tensors, readouts = self._run(state, content[:, None], path, valid)
+        return tensors if path is None else tensors | path.tensors, readouts.at(0)
 
     # -- what all have ---------------------------------------------------------------------------------------------------
 
@@ -244,9 +247,8 @@ class Memory(nn.Module, ABC):
     def advance(self, state: MemoryState, content: Tensor, robot_state: Tensor) -> tuple[MemoryState, Readout]:
         """`step` without its checks, for callers that have made sure themselves."""
         with torch.autocast(content.device.type, enabled=False):
-            contents, path = content.to(robot_state.dtype)[:, None], self._path_step(state, robot_state)
-            state, readouts = self._fold(state, contents, path, torch.ones_like(contents[..., 0], dtype=torch.bool))
-        return state, readouts.at(0)
+            tensors, readout = self._step(state, content.to(robot_state.dtype), robot_state)
+        return MemoryState(state.steps + 1, tensors), readout
 
     def scan(
         self,
@@ -278,7 +280,10 @@ class Memory(nn.Module, ABC):
         valid = self._check(contents, path, path_valid=valid, valid=valid, state=state)
         with torch.autocast(contents.device.type, enabled=False):
             contents = torch.where(valid[..., None], contents.to(path.dtype), 0.0)
-            return self._fold(state, contents, self._path(state, path, valid), valid)
+            features = self._path(state, path, valid)
+            tensors, readouts = self._run(state, contents, features, valid)
+        tensors = tensors if features is None else tensors | features.tensors
+        return MemoryState(state.steps + valid.sum(1), tensors), readouts
 
     def scan_at(
         self,
@@ -335,13 +340,6 @@ class Memory(nn.Module, ABC):
             )
         tensors = {n: torch.where(rows.view(-1, *[1] * (x.ndim - 1)), 0.0, x) for n, x in state.tensors.items()}
         return MemoryState(torch.where(rows, 0, state.steps), tensors)
-
-    def _fold(
-        self, state: MemoryState, contents: Tensor, path: PathFeatures | None, valid: Tensor
-    ) -> tuple[MemoryState, Readout]:
-        tensors, readouts = self._run(state, contents, path, valid)
-        tensors = tensors if path is None else tensors | path.tensors
-        return MemoryState(state.steps + valid.sum(1), tensors), readouts
 
     def _empty(self, z: Tensor, slots: Tensor | None = None, alpha: Tensor | None = None) -> Readout:
         """A readout of a memory without keys."""

@@ -10,11 +10,22 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from trace_memory.config import MemoryConfig
-from trace_memory.keys import Keys, NormalisedKeys
+from trace_memory.keys import Key, Keys, NormalisedKeys
 from trace_memory.memory import AuxiliaryWeights, Memory, MemoryState, PathFeatures, Readout, Routing
 from trace_memory.normalise import Normaliser
 from trace_memory.signature import LogSignature, Signature, SignatureState, displacements
-from trace_memory.slots import AttentionRead, ClosingGate, CosineRoute, DotRoute, Maps, Read, Route, ScalarGate, Slots
+from trace_memory.slots import (
+    AttentionRead,
+    ClosingGate,
+    CosineRoute,
+    DotRoute,
+    Maps,
+    Read,
+    Route,
+    ScalarGate,
+    Slots,
+    WriteInputs,
+)
 
 # What our form fixes: each was tried, and docs/decisions/0002, 0003 and 0013 say why it is so.
 SLOTS = 4  # K
@@ -46,11 +57,11 @@ class PathMemory(Memory):
         return PathFeatures(xi, delta, moved, standard, {"point": after.point, "xi": after.value})
 
     def _path_step(self, state: MemoryState, robot_state: Tensor) -> PathFeatures:
+        """`_path` of one step, (B, d_s)."""
         before = SignatureState(state.tensors["point"], state.tensors["xi"], state.steps)
         point = self.normaliser.state(robot_state)
         after, xi, delta = self.signature.step(before, point)
-        xi, delta, moved, at = (x[:, None] for x in (xi, delta, point - before.point, point))
-        return PathFeatures(xi, delta, moved, at, {"point": after.point, "xi": after.value})
+        return PathFeatures(xi, delta, point - before.point, point, {"point": after.point, "xi": after.value})
 
     def _path_at(self, path: Tensor, at: Tensor) -> PathFeatures:
         standard, rows = self.normaliser.state(path), torch.arange(len(path), device=path.device)[:, None]
@@ -80,24 +91,36 @@ class SlotMemory(PathMemory):
         at an episode's first step.
         """
 
+    def _step(self, state: MemoryState, content: Tensor, robot_state: Tensor) -> tuple[dict[str, Tensor], Readout]:
+        return self.one(state, content, robot_state, self.slots.maps())
+
     def _run(
         self, state: MemoryState, contents: Tensor, path: PathFeatures | None, valid: Tensor
     ) -> tuple[dict[str, Tensor], Readout]:
         return self.fold(state, contents, path, valid, self.slots.maps())
 
+    def one(
+        self, state: MemoryState, content: Tensor, robot_state: Tensor, maps: Maps
+    ) -> tuple[dict[str, Tensor], Readout]:
+        """One step, with the maps of the slots as they are arranged."""
+        path, first, tensors = self._path_step(state, robot_state), state.steps == 0, dict[str, Tensor]()
+        if self.keys.anchor:
+            tensors["anchor"] = torch.where(first[:, None], content, state.tensors["anchor"])
+        key, inputs = self._inputs(content, path, tensors.get("anchor"), first, maps)
+        m, omega, beta = self.slots.write(state.tensors["slots"], inputs, maps)
+        readout = self._readout(m, key, inputs, omega, beta.detach().mean(-1))
+        return tensors | path.tensors | {"slots": m}, readout
+
     def fold(
         self, state: MemoryState, contents: Tensor, path: PathFeatures | None, valid: Tensor, maps: Maps
     ) -> tuple[dict[str, Tensor], Readout]:
-        """Algorithm 1, with the maps of the slots as they are arranged."""
+        """Many steps: the same, but that only writes come one after the other."""
         assert path is not None
-        tensors: dict[str, Tensor] = {}
-        begun = state.steps[:, None] + valid.long().cumsum(1)  # steps taken, this one included
-        anchor = None
+        first, tensors, anchor = state.steps[:, None] + valid.long().cumsum(1) == 1, dict[str, Tensor](), None
         if self.keys.anchor:
             tensors["anchor"] = self._anchor(state, contents, valid)
             anchor = tensors["anchor"][:, None].expand(-1, contents.shape[1], -1)
-        key = self.keys(self.normaliser.xi(path.xi), self.normaliser.delta(path.delta), anchor)
-        inputs = self.slots.prepare(contents, key, self.write_rate(path.moved, path.point, begun == 1), maps)
+        key, inputs = self._inputs(contents, path, anchor, first, maps)
         m, slots, omegas, betas = state.tensors["slots"], [], [], []
         for now, ok in zip(inputs.steps(), valid.unbind(1), strict=True):
             written = self.slots.write(m, now, maps)
@@ -105,10 +128,20 @@ class SlotMemory(PathMemory):
             slots.append(m)
             omegas.append(written.omega)
             betas.append(written.beta.detach().mean(-1))
-        history = torch.stack(slots, 1)
-        z, alpha = self.slots.read(history, inputs)
-        routing = Routing(torch.stack(omegas, 1), torch.stack(betas, 1), inputs.u)
-        return tensors | {"slots": m}, Readout(history, z, key.g, key.dg, alpha, routing)
+        readout = self._readout(torch.stack(slots, 1), key, inputs, torch.stack(omegas, 1), torch.stack(betas, 1))
+        return tensors | {"slots": m}, readout
+
+    def _inputs(
+        self, content: Tensor, path: PathFeatures, anchor: Tensor | None, first: Tensor, maps: Maps
+    ) -> tuple[Key, WriteInputs]:
+        """Algorithm 1 up to the write."""
+        key = self.keys(self.normaliser.xi(path.xi), self.normaliser.delta(path.delta), anchor)
+        return key, self.slots.prepare(content, key, self.write_rate(path.moved, path.point, first), maps)
+
+    def _readout(self, slots: Tensor, key: Key, inputs: WriteInputs, omega: Tensor, beta: Tensor) -> Readout:
+        """Algorithm 1 after the write."""
+        z, alpha = self.slots.read(slots, inputs)
+        return Readout(slots, z, key.g, key.dg, alpha, Routing(omega, beta, inputs.u))
 
     def _anchor(self, state: MemoryState, contents: Tensor, valid: Tensor) -> Tensor:
         """Content of each row's first step, now or as remembered."""
@@ -254,6 +287,9 @@ class DeployedMemory(Memory):
         """The maps of the slots, a layer each."""
         return Maps(**self.layers)
 
+    def _step(self, state: MemoryState, content: Tensor, robot_state: Tensor) -> tuple[dict[str, Tensor], Readout]:
+        return self.memory.one(state, content, robot_state, self.maps)
+
     def _run(
         self, state: MemoryState, contents: Tensor, path: PathFeatures | None, valid: Tensor
     ) -> tuple[dict[str, Tensor], Readout]:
@@ -261,9 +297,6 @@ class DeployedMemory(Memory):
 
     def _path(self, state: MemoryState, path: Tensor, valid: Tensor) -> PathFeatures:
         return self.memory._path(state, path, valid)
-
-    def _path_step(self, state: MemoryState, robot_state: Tensor) -> PathFeatures:
-        return self.memory._path_step(state, robot_state)
 
     def _path_at(self, path: Tensor, at: Tensor) -> PathFeatures:
         return self.memory._path_at(path, at)
