@@ -364,10 +364,10 @@ def test_weights_of_contents_of_another_form_are_refused(dataset, strict):
         {n: x for n, x in weights.items() if not n.startswith("memory_head.")}, strict=False
     )  # a stock one's
     weights["memory_head.form"] = torch.tensor(1)  # contents were the mean over the picture
-    with pytest.raises(RuntimeError, match=r"recall\.form: got 1, expected 5"):
+    with pytest.raises(RuntimeError, match=rf"memory_head\.form: got 1, expected {FORM}"):
         policy.load_state_dict(weights, strict=strict)
     del weights["memory_head.form"]
-    with pytest.raises(RuntimeError, match=r"recall\.form: got 0, expected 5"):
+    with pytest.raises(RuntimeError, match=rf"memory_head\.form: got 0, expected {FORM}"):
         policy.load_state_dict(weights, strict=strict)
 
 
