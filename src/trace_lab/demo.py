@@ -102,7 +102,7 @@ def report(out: Path, seed: int, demonstrations: int) -> Path:
     page.heading("Inside the memory")
     page.picture(
         out / "inside.png",
-        "Held-out episode 0, done by the expert once for each colour of the card. Rows of each panel are the memory's slots.",
+        "Held-out episode 0, done by the expert once for each colour of the card. A row of a panel is a slot of the memory.",
     )
     page.text(
         "Until the lamp lights the two episodes differ in nothing but the card, so any difference between the two memories "
