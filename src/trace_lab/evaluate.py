@@ -19,11 +19,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TextIO
 
 import tyro
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from trace_bench.tasks import TASKS, VERSIONS, load
 from trace_errors import CheckpointError, RunError, SimulationError, UsageError
+from trace_lab.progress import progress
 
 if TYPE_CHECKING:
     from trace_lab.rollout import Begin, PolicyRunner, Rows
@@ -242,7 +242,7 @@ def record(
     rows: "Rows",
     policy: "PolicyRunner",
     todo: "list[Begin]",
-    bars: Console,
+    console: Console,
 ) -> Fields:
     """Plays episodes, adds a line for each that has none, and returns the summary; its speeds are of this call."""
     from trace_lab import rollout
@@ -252,9 +252,7 @@ def record(
     if trained.checkpoint_step is not None:
         whose["checkpoint_step"] = trained.checkpoint_step
     done, meter, started = lines(out), rollout.Meter(), time.perf_counter()
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[news]}"))
-    with Progress(*columns, TimeRemainingColumn(), console=bars) as progress:
-        bar = progress.add_task(f"{settings.episodes.task}: episodes", total=len(todo), news="")
+    with progress(f"{settings.episodes.task}: episodes", len(todo), console=console, keep=True) as bar:
         for sheets in rollout.play(rows, policy, todo, meter):
             for sheet in (sheet for sheet in sheets if sheet["seed"] not in done):
                 done[sheet["seed"]] = sheet | whose
@@ -262,7 +260,7 @@ def record(
                 file.flush()
             seconds = time.perf_counter() - started
             mean = f", mean progress {summary(done.values())['mean_progress']:.0%}" if done else ""
-            progress.update(bar, advance=len(sheets), news=f"{meter.steps / seconds:.0f} steps/s{mean}")
+            bar.advance(len(sheets), f"{meter.steps / seconds:.0f} steps/s{mean}")
     speed = {
         "env_steps_per_second": meter.steps / seconds,
         "policy_ms_per_step": 1e3 * meter.policy_seconds / meter.calls,
@@ -271,7 +269,7 @@ def record(
 
 
 def finish(
-    settings: Settings, config: Any, out: Path, rows: int | None, workers: int | None, videos: int, bars: Console
+    settings: Settings, config: Any, out: Path, rows: int | None, workers: int | None, videos: int, console: Console
 ) -> tuple[Settings, Fields]:
     """Plays what is missing in a folder. Returns the settings of all that it holds then, and their summary."""
     from trace_lab.dataset import write_json
@@ -289,7 +287,7 @@ def finish(
             processes = min(len(os.sched_getaffinity(0)) if workers is None else workers, at_once)
             with Rows(partial(asked.make, renders=rendered(config)), at_once, processes) as envs:
                 policy = runner(Path(settings.trained.checkpoint), config.device, asked.first_seed)
-                content["summary"] = record(settings, out, file, envs, policy, todo, bars)
+                content["summary"] = record(settings, out, file, envs, policy, todo, console)
         found = content.get("summary") or summary(lines(out).values())
         write_json(out / SETTINGS, {"settings": settings.to_dict(), "summary": found})
     return settings, found
