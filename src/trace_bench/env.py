@@ -32,8 +32,8 @@ class BenchEnv(gymnasium.Env[Observation, NDArray[np.float32]]):
 
     `delay` is the least number of control steps between the cue's disappearance and the first branch, `limit` the number
     after which a rollout is stopped, `size` that of pixels along a side of a picture; None is the profile's or the task's.
-    Pictures are drawn at control steps for which `looks` is true, and shown again in between: for policies that do not look
-    there. At the beginning of an episode it must be.
+    Pictures are rendered at control steps for which `renders` is true, and shown again in between: for policies that do not
+    encode those. At the beginning of an episode it must be.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class BenchEnv(gymnasium.Env[Observation, NDArray[np.float32]]):
         limit: int | None = None,
         size: int = 96,
         cameras: tuple[str, ...] = CAMERAS,
-        looks: Callable[[int], bool] | None = None,
+        renders: Callable[[int], bool] | None = None,
         render_mode: str | None = "rgb_array",
     ):
         if split not in SPLITS:
@@ -60,14 +60,14 @@ class BenchEnv(gymnasium.Env[Observation, NDArray[np.float32]]):
         if render_mode not in {None, "rgb_array"}:
             raise UsageError(f"render_mode: got {render_mode!r}, expected 'rgb_array' or None")
         _integer("size", size, 8, LARGEST, "pixels")
-        if looks is not None and not looks(0):
-            raise UsageError("looks: got False for step 0, expected True: an episode begins with a picture")
+        if renders is not None and not renders(0):
+            raise UsageError("renders: got False for step 0, expected True: an episode begins with a picture")
         if delay is not None:
             _integer("delay", delay, 0, None, "control steps")
         if limit is not None:
             _integer("limit", limit, 1, None, "control steps")
         self.bench, self.split, self.profile, self.size, self.cameras = task, split, profile, size, tuple(cameras)
-        self.looks = looks
+        self.renders = renders
         self.delay = profile.delay if delay is None else delay
         self.task, self.task_description = task.name, task.instruction  # LeRobot asks for these names
         self.render_mode = render_mode
@@ -165,7 +165,7 @@ class BenchEnv(gymnasium.Env[Observation, NDArray[np.float32]]):
             "episode_step": np.array([self.record.steps], dtype=np.int32),
         }
         if self.cameras:
-            if self.looks is None or self.looks(self.record.steps):
+            if self.renders is None or self.renders(self.record.steps):
                 self._seen = {name: self.world.render(name, self.size, self.size) for name in self.cameras}
             observation["pixels"] = dict(self._seen)
         return observation
