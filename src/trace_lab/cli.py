@@ -23,15 +23,23 @@ class Command(NamedTuple):
 
 COMMANDS: dict[str, Command] = {
     "collect": Command("trace_lab.collect:collect", "record the expert of a simulated task as a LeRobot dataset"),
-    "doctor": Command("trace_lab.doctor:doctor", "check a LeRobot dataset: can a memory be trained on it, is one needed?"),
+    "doctor": Command(
+        "trace_lab.doctor:doctor", "check a LeRobot dataset: can a memory be trained on it, is one needed?"
+    ),
     "train": Command("trace_lab.train:train", "train a policy, with a memory or without, on a LeRobot dataset"),
     "eval": Command("trace_lab.evaluate:evaluate", "run a trained policy on a task of the suite, and score it"),
     "attach": Command("trace_lab.attach:attach", "add a memory to a trained stock ACT or Diffusion Policy"),
-    "profile": Command("trace_lab.profile:profile", "measure the cost of a control step, part by part and over a long run"),
-    "demo": Command("trace_lab.demo:demo", "see a policy with memory choose right where one without guesses (`make demo`)"),
+    "profile": Command(
+        "trace_lab.profile:profile", "measure the cost of a control step, part by part and over a long run"
+    ),
+    "demo": Command(
+        "trace_lab.demo:demo", "see a policy with memory choose right where one without guesses (`make demo`)"
+    ),
     "compare": Command("trace_lab.compare:compare", "tasks x methods x seeds: collect, train, evaluate, make tables"),
     "probe": Command("trace_lab.probe:probe", "train memories on a one-minute delayed-evidence task"),
-    "probe-task": Command("trace_lab.probe_task:probe_task", "check that a task of the suite hides its cue at every branch"),
+    "probe-task": Command(
+        "trace_lab.probe_task:probe_task", "check that a task of the suite hides its cue at every branch"
+    ),
     "report": Command("trace_lab.report:report", "make every published table from the raw results"),
     "params": Command("trace_lab.params:params", "count the parameters of every map, adapter and memory"),
     "gallery": Command("trace_lab.gallery:gallery", "draw a picture of each task of the suite"),
