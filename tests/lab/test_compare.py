@@ -8,8 +8,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-
 from trace_bench.registry import VERSIONS
+
 from trace_lab import compare as compare_module
 from trace_lab import packing
 from trace_lab.cli import main

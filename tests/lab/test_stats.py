@@ -9,9 +9,9 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from trace_bench.registry import TASKS
 
 from trace_bench.referee import Decision, Outcome, Record
-from trace_bench.registry import TASKS
 from trace_lab import lines, stats, tables
 from trace_lab.lines import LineError, Reading, Rollout
 from trace_lab.stats import Estimate
