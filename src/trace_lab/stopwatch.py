@@ -27,7 +27,7 @@ from lerobot_policy_trace import (
     TraceDiffusionConfig,
     TraceDiffusionPolicy,
 )
-from lerobot_policy_trace.capture import captured
+from lerobot_policy_trace.capture import replayed
 from lerobot_policy_trace.compiled import computing
 from lerobot_policy_trace.processor_trace import RAW_STATE
 from lerobot_policy_trace.session import exact_products
@@ -106,7 +106,7 @@ class Stopwatch:
         with torch.no_grad(), computing(self.device, precision):
             if not self.cuda:
                 return Timing.of(self.wall(what, lambda _: program(), PARTS))
-            replay = captured(program)
+            replay = replayed(program)
         cache = torch.zeros(CACHE, dtype=torch.uint8, device=self.device)
         times, block, count = [], 50, min(self.steps, PARTS) + WARM_UP
         task = self.progress.add_task(what, total=count)
@@ -209,7 +209,7 @@ def parts(session: Any) -> dict[str, Callable[[], Any]]:
 
         return run
 
-    step = exact(session.fused(lambda: memory.advance(state, content, raw)))
+    step = exact(lambda: session.remember(state, content, raw))
     with torch.no_grad():
         _, readout = step()
     found = {"TRACE overhead": lambda: adapter(step()[1]), "adapter": lambda: adapter(readout)}
@@ -245,7 +245,7 @@ def encode(session: Any) -> Callable[[], Any]:
     """The pictures of one step."""
     shapes = [session.shapes[key] for key in session.policy.config.image_features]
     pictures = [torch.randn(rows, 1, *shape, device=session.device) for rows, *shape in shapes]
-    return lambda: session.policy.encode_steps(pictures)
+    return lambda: session.encode(pictures)
 
 
 def long_run(policy: Any, given: Observations, watch: Stopwatch, what: str) -> dict[str, Any]:
