@@ -32,6 +32,7 @@ class Page:
 
     def __init__(self, title: str):
         self.title = title
+        self.script = ""
         self.parts: list[str] = [f"<h1>{html.escape(title)}</h1>"]
 
     def heading(self, text: str) -> None:
@@ -60,6 +61,7 @@ class Page:
             f"<figcaption>{html.escape(caption)}</figcaption></figure>"
             for path, caption in films
         )
+        self.script = f"<script>{SYNC}</script>"
         self.parts.append(f'<div class="films together">{shown}</div>')
 
     def save(self, path: Path) -> None:
@@ -67,7 +69,7 @@ class Page:
         head = f'<meta charset="utf-8"><title>{html.escape(self.title)}</title><style>{STYLE}</style>'
         temporary = path.with_suffix(".tmp")
         temporary.write_text(
-            f"<!doctype html><html><head>{head}</head><body>{''.join(self.parts)}<script>{SYNC}</script></body></html>"
+            f"<!doctype html><html><head>{head}</head><body>{''.join(self.parts)}{self.script}</body></html>"
         )
         temporary.replace(path)
 
