@@ -22,7 +22,7 @@ from rich.table import Table
 
 from trace_bench.env import BenchEnv, make
 from trace_bench.episode import SPLITS, Split
-from trace_bench.registry import UnknownTaskError, load
+from trace_bench.tasks import UnknownTaskError, load
 from trace_bench.robot import CAMERAS
 
 MARGIN, PLAIN = 0.05, 0.95  # a branch frame may beat chance by this much; a cue frame must reach that much
