@@ -91,6 +91,13 @@ def test_an_error_of_ours_is_one_line_and_its_exit_code(error, monkeypatch, caps
     assert capsys.readouterr().err == "tracemem collect: size: got 2, expected 8 to 960 pixels\n"
 
 
+def test_a_missing_extra_is_named(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "tyro", None)
+    assert main(["collect"]) == 1
+    said = "needs tyro, which is not installed; pip install 'lerobot_policy_trace[all]'"
+    assert capsys.readouterr().err == f"tracemem collect: {said}\n"
+
+
 @pytest.mark.parametrize("said", ["", "stopped after 3 episodes. To go on: tracemem collect"])
 def test_ctrl_c_is_one_sentence(said, monkeypatch, capsys):
     def stop(name, options):
