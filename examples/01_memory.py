@@ -2,6 +2,8 @@
 First it learns from whole episodes; then it is used step by step, as on a robot.
 """
 
+from pathlib import Path
+
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, one_hot
@@ -19,10 +21,11 @@ def episodes(count: int) -> tuple[Tensor, Tensor, Tensor]:
     return seen, 0.1 * torch.randn(count, STEPS, CHANNELS).cumsum(1), colours
 
 
-def main(updates: int = 100, file: str = "outputs/memory.safetensors") -> float:
+def main(updates: int = 100, folder: str = "outputs/memory") -> float:
     """Trains, saves, loads, and plays 200 new episodes; returns the share of right answers."""
     torch.manual_seed(0)
-    memory = build(MemoryConfig(channels=CHANNELS, content=CONTENT, width=32, hidden=32))
+    config = MemoryConfig(channels=CHANNELS, content=CONTENT, width=32, hidden=32)
+    memory = build(config)
     memory.normaliser.fit(list(episodes(64)[1]), memory.signature)  # the range of keys
     answer = nn.Linear(32, COLOURS)
     optimiser = torch.optim.Adam([*memory.parameters(), *answer.parameters()], lr=3e-3)
@@ -36,8 +39,8 @@ def main(updates: int = 100, file: str = "outputs/memory.safetensors") -> float:
         if update % 20 == 0:
             print(f"update {update}: loss {loss.item():.3f}")
 
-    save_memory(memory, file)
-    memory = load_memory(file).eval()
+    save_memory(Path(folder), memory, config)
+    memory = load_memory(Path(folder))[0].eval()
     seen, path, colours = episodes(200)
     state = memory.init(batch=200)
     with torch.no_grad():

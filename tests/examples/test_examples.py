@@ -25,7 +25,7 @@ def test_there_are_five_and_they_are_short():
 
 
 def test_a_memory_by_itself(tmp_path):
-    assert example("01_memory.py")(updates=60, file=str(tmp_path / "memory.safetensors")) > 0.9
+    assert example("01_memory.py")(updates=60, folder=str(tmp_path / "memory")) > 0.9
 
 
 def test_a_memory_in_a_policy_of_ones_own():
