@@ -20,7 +20,7 @@ NOT_RUN = {  # program and first word -> why: run once by hand before a release
     (
         "make",
         None,
-    ): "the test of the tests, a demonstration of 20 minutes, set-up, packing; each is a target of the Makefile",
+    ): "set-up, all tests, the demonstration, packing; each is a target of the Makefile",
     ("tracemem", "demo"): "20 minutes; tests/lab/test_demo.py runs it small",
     ("tracemem", "compare"): "hours; tests/lab/test_compare.py runs it small",
     ("python", None): "benchmarks, of minutes each",

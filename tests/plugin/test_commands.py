@@ -1,5 +1,5 @@
-"""Commands as people type them: every one that README and docs print, each after those that make what it needs; and LeRobot's
-own, unmodified: train, stop, resume, evaluate, roll out, and go on from an attached checkpoint.
+"""Commands as people type them: every one that README and docs print, each after those that make what it needs; and
+LeRobot's own, unmodified: train, stop, resume, evaluate, roll out, and go on from an attached checkpoint.
 """
 
 import json
@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from printed import NOT_RUN, Reader, commands
 from safetensors.torch import load_file
 
+from printed import NOT_RUN, Reader, commands
 from trace_lab.cli import main
 
 MEMORY = "--policy.memory.name=paper --policy.memory.width=32 --policy.memory.hidden=32 --policy.memory.paper.depth=2"

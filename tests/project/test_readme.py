@@ -8,8 +8,8 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
-from printed import INCONCLUSIVE, NOT_RUN, PAGES, PROGRAMS, ROOT, SHORTER, blocks, commands
 
+from printed import INCONCLUSIVE, NOT_RUN, PAGES, PROGRAMS, ROOT, SHORTER, blocks, commands
 from trace_lab.cli import COMMANDS
 
 README = (ROOT / "README.md").read_text()
