@@ -10,16 +10,15 @@ import torch
 from lerobot.policies.utils import build_inference_frame, make_robot_action
 from lerobot.utils.feature_utils import hw_to_dataset_features
 
-from lerobot_policy_trace.loading import load_policy, load_processors
+from lerobot_policy_trace.loading import load_policy
 from lerobot_policy_trace.robot import TraceBenchRobot, TraceBenchRobotConfig
 from trace_errors import ObservationError
 
 
 def main(checkpoint: str = "checkpoints/signal/trace", steps: int = 150, fps: float = 10.0) -> float:
     """Plays one episode; returns the share of the task's stages that were done."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    policy = load_policy(Path(checkpoint), device)
-    before, after = load_processors(policy.config, Path(checkpoint))
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    policy, before, after = load_policy(Path(checkpoint), device)
     policy.compile_for_control()  # once: every step is fast from now on
 
     robot = TraceBenchRobot(TraceBenchRobotConfig(task="Signal", size=64))
@@ -29,7 +28,7 @@ def main(checkpoint: str = "checkpoints/signal/trace", steps: int = 150, fps: fl
     policy.reset()  # an episode begins: a fresh memory, no queued actions
     for _ in range(steps):
         began = time.perf_counter()
-        observation = build_inference_frame(robot.get_observation(), device, features)
+        observation = build_inference_frame(robot.get_observation(), torch.device(device), features)
         try:
             action = after(policy.select_action(before(observation)))  # the memory steps on every call
         except ObservationError as error:  # a camera dropped out, say: nothing has changed, go on with the next one
