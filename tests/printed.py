@@ -14,13 +14,14 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("[a-z]*/README.md"), *ROOT.glob("docs/*.md")])
-PROGRAMS = ("tracemem", "lerobot-train", "lerobot-eval", "lerobot-rollout", "make", "python", "tools/pack_checkpoint")
+PROGRAMS = ("tracemem", "lerobot-train", "lerobot-eval", "lerobot-rollout", "make", "pip", "python", "tools/pack_checkpoint")
 
 NOT_RUN = {  # program and first word -> why: run once by hand before a release
     (
         "make",
         None,
     ): "set-up, all tests, the demonstration, packing; each is a target of the Makefile",
+    ("pip", None): "make verify installs every extra into a fresh environment",
     ("tracemem", "demo"): "20 minutes; tests/lab/test_demo.py runs it small",
     ("tracemem", "compare"): "hours; tests/lab/test_compare.py runs it small",
     ("python", None): "benchmarks, of minutes each",
