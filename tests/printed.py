@@ -112,9 +112,9 @@ class Reader:
         """Once, after what it needs."""
         if command in self.done:
             return
-        for other in commands():
-            if command.needs(other):
-                self.run(other)
+        needed = {other.makes: other for other in reversed(commands()) if command.needs(other)}  # the first that makes it
+        for other in needed.values():
+            self.run(other)
         self.done.add(command)
         words = [*command.words]
         if "TRACE_FULL" not in os.environ:

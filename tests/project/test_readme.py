@@ -69,6 +69,11 @@ def test_a_command_exists_and_is_complete(command):
         assert any(word.startswith("--dataset.root=") for word in words), "without it LeRobot asks the hub for the data"
 
 
+def test_no_two_commands_write_the_same_folder():
+    made = [command.makes for command in commands() if command.makes and command.words[1] != "eval"]
+    assert len(made) == len(set(made)), "whoever types both is refused"
+
+
 def test_shortening_supplies_nothing_that_a_user_needs():
     """Whatever is appended has a default, so every command is complete as printed."""
     sizes = re.compile(r"--(steps|batch_size|num_workers|log_freq|save_freq|duration|eval\.\w+|env\.limit)=")
