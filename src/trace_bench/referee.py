@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from trace_bench.world import World
+from trace_errors import UsageError
 
 SURE = 0.5  # seconds for which an option must be taken before it counts as decided
 REST = 1.5  # seconds for which the robot must have been ready before a lamp lights
@@ -108,7 +109,7 @@ def progress(records: Iterable[Record]) -> float:
     """Eq. (stage_progress): percentage of stages that succeeded over all rollouts of a task."""
     shares = [record.progress for record in records]
     if not shares:
-        raise ValueError("progress of no rollouts: expected at least one record")
+        raise UsageError("progress of no rollouts: expected at least one record")
     return 100.0 * sum(shares) / len(shares)
 
 
