@@ -1,6 +1,6 @@
 """Can a task be learnt at all by a policy that lacks nothing? A small network imitates the expert from what no robot gets:
 where everything is, the lamp's colour, what shows that it was done, and the cue. It has no memory. What it does not reach
-here nobody without a memory can be expected to reach from pictures. docs/decisions/0010.
+here nobody without a memory can be expected to reach from pictures. docs/decisions/0004.
 
     python benchmarks/ceiling.py Tool --demonstrations 60 --updates 3000
 """

@@ -1,6 +1,6 @@
 """What do a memory's contents tell of the cue? The first frames of training episodes, several looks each, pass an encoder
 and `Content` into a small network that is told the cue; printed is how often it is right on first frames of held-out
-episodes. docs/decisions/0011.
+episodes. docs/decisions/0009.
 
     tracemem collect Tool --out outputs/tool
     python benchmarks/cue.py Tool outputs/tool                        # a random encoder

@@ -156,7 +156,7 @@ def probe(
         solved: accuracy that counts as solved.
         pace: training batches are played up to this much faster or slower; 1 for none of that.
         few: learn from so many episodes only, again and again, and be tried on others; 0: new ones for every update.
-        borrowed: share of episodes that are addressed by the path of another one in the batch (docs/decisions/0012).
+        borrowed: share of episodes that are addressed by the path of another one in the batch (docs/decisions/0015).
         preset: `default` is our form of TRACE, `paper` the paper's (docs/decisions/0003).
         set_: fields of MemoryConfig to change, e.g. --set gate=scalar fade=inf slots=6.
         lengths: how many times the trained length to try afterwards.
