@@ -1,10 +1,8 @@
-"""All frames of a LeRobot dataset, decoded once: pictures as uint8 in GPU memory, RAM or a mapped file, numbers beside them.
-Batches for training are cut from here on the training device: LeRobot's own (`sample`), or whole episodes (`pictures`).
-What a policy does with them is not known here; nor are signatures, which a memory computes from the states it is given.
+"""All frames of a LeRobot dataset, decoded once: pictures as uint8 in GPU memory, RAM or a mapped file, numbers beside them
+(`FrameStore`). Batches for training are cut from here on the training device; which ones is `sampling`'s matter.
 """
 
 import fcntl
-import hashlib
 import json
 import os
 import shutil
@@ -12,7 +10,8 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -22,52 +21,17 @@ import torch
 from lerobot.datasets.video_utils import decode_video_frames
 from lerobot.utils.constants import ACTION, OBS_ENV_STATE, OBS_STATE
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor
 
 from lerobot_policy_trace.paths import Paths
+from trace_errors import DatasetError, UsageError
+from trace_lab.progress import progress
+from trace_lab.source import changes, describe, fingerprint
 
 PLACES = ("auto", "gpu", "ram", "file")
 GPU_SHARE, RAM_SHARE = 0.25, 0.4  # of free GPU memory and of all RAM that pictures may take
 MANY = 50_000  # pictures from which on decoding in other processes is worth their start
 AHEAD = 64  # episodes of one camera decoded before they are needed
-EDGE = 1 << 20  # bytes of a video's ends that count in its fingerprint
-
-
-class FramesError(ValueError):
-    """A dataset that cannot be used; the message names what is wrong where. Nothing was changed."""
-
-
-# -- which dataset ---------------------------------------------------------------------------------------------------------
-
-
-def fingerprint(root: Path) -> dict[str, str]:
-    """A digest of each file of a dataset: all of it for tables and descriptions, size and both ends for videos."""
-    found = {}
-    for path in sorted(p for part in ("meta", "data", "videos", "images") for p in (root / part).glob("**/*")):
-        name = path.relative_to(root).as_posix()
-        if not path.is_file() or name.startswith("meta/trace_"):  # ours: score sheets and what memories keep
-            continue
-        digest = hashlib.sha256()
-        with path.open("rb") as file:
-            if path.suffix in {".mp4", ".mkv", ".png", ".jpg"}:
-                size = path.stat().st_size
-                digest.update(str(size).encode())
-                digest.update(file.read(EDGE))
-                file.seek(max(0, size - EDGE))
-            digest.update(file.read())
-        found[name] = digest.hexdigest()[:16]
-    return found
-
-
-def changes(before: dict[str, str], now: dict[str, str]) -> str:
-    """What differs between two fingerprints, in words; empty if nothing does."""
-    names = sorted(name for name in {*before, *now} if before.get(name) != now.get(name))
-    if not names:
-        return ""
-    first = names[0]
-    what = "is gone" if first not in now else "is new" if first not in before else "has other content"
-    return f"{first} {what}" + (f", and {len(names) - 1} more differ" if len(names) > 1 else "")
 
 
 # -- decoding --------------------------------------------------------------------------------------------------------------
@@ -93,7 +57,7 @@ def decode(job: Job) -> np.ndarray:
         with _in_use.setdefault(str(job.video), Lock()):
             return decode_video_frames(job.video, job.times, 1e-4, return_uint8=True).numpy()
     except Exception as error:
-        raise FramesError(
+        raise DatasetError(
             f"{job.video}: cannot be decoded for {job.camera}, episode {job.episode} "
             f"({type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no reason given'}). "
             "The file is damaged, not complete, or not of this dataset's timestamps: fetch or collect it again"
@@ -127,10 +91,8 @@ def workers(pictures: int) -> Executor:
 def decode_into(target: dict[str, Tensor], meta: Any, paths: Paths, console: Console) -> None:
     """Decodes every picture into its row."""
     jobs = deque(jobs_of(meta, list(target), paths))
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     pool = workers(len(paths.states) * len(target))
-    with Progress(*columns, console=console, transient=True) as progress:
-        bar = progress.add_task("decoding videos, once", total=len(jobs))
+    with progress("decoding videos, once", len(jobs), console=console) as bar:
         running: deque[tuple[Job, Future[np.ndarray]]] = deque()
         try:
             while jobs or running:
@@ -139,11 +101,11 @@ def decode_into(target: dict[str, Tensor], meta: Any, paths: Paths, console: Con
                 job, future = running.popleft()
                 pictures, into = future.result(), target[job.camera][job.begin : job.begin + len(job.times)]
                 if into.shape != pictures.shape:
-                    raise FramesError(
+                    raise DatasetError(
                         f"{job.camera}, episode {job.episode}: pictures {pictures.shape}, expected {tuple(into.shape)}"
                     )
                 into.copy_(torch.from_numpy(pictures))
-                progress.advance(bar)
+                bar.advance()
         finally:
             pool.shutdown(cancel_futures=True)
 
@@ -174,7 +136,7 @@ def on_disk(folder: Path, meta: Any, paths: Paths, shapes: dict[str, tuple[int, 
         if note.exists():
             kept = json.loads(note.read_text())
             if what := changes(kept["dataset"], now):
-                raise FramesError(
+                raise DatasetError(
                     f"{meta.root} changed since its frames were decoded into {folder}: {what}. Remove that folder to "
                     "decode anew, or put the dataset back"
                 )
@@ -182,7 +144,7 @@ def on_disk(folder: Path, meta: Any, paths: Paths, shapes: dict[str, tuple[int, 
                 return mapped(folder, shapes, "r+")
         needed, free = sum(int(np.prod(shape)) for shape in shapes.values()), shutil.disk_usage(folder).free
         if needed > free:
-            raise FramesError(
+            raise DatasetError(
                 f"not enough space at {folder}: {needed / 1e6:,.0f} MB needed for decoded frames, {free / 1e6:,.0f} MB "
                 "free"
             )
@@ -207,7 +169,7 @@ def on_disk(folder: Path, meta: Any, paths: Paths, shapes: dict[str, tuple[int, 
 # -- the store -------------------------------------------------------------------------------------------------------------
 
 
-@dataclass
+@dataclass(frozen=True)
 class FrameStore:
     """Frames of all episodes, one after the other."""
 
@@ -217,12 +179,24 @@ class FrameStore:
     cameras: dict[str, Tensor]  # camera -> (N, 3, H, W) uint8, on `device` or not
     device: torch.device
     place: str
-    starts: Tensor = field(init=False)  # (E,), on `device`
-    ends: Tensor = field(init=False)
 
-    def __post_init__(self) -> None:
-        self.starts, self.ends = self.paths.starts.to(self.device), self.paths.ends.to(self.device)
-        self._numbers = self.paths.index.to(self.device)
+    @cached_property
+    def starts(self) -> Tensor:
+        """(E,) rows of first frames, on the device."""
+        return self.paths.starts.to(self.device)
+
+    @cached_property
+    def ends(self) -> Tensor:
+        """(E,) rows after last frames, on the device."""
+        return self.paths.ends.to(self.device)
+
+    @cached_property
+    def _numbers(self) -> Tensor:
+        return self.paths.index.to(self.device)
+
+    def episode_of(self, rows: Tensor) -> Tensor:
+        """Episodes of frames by row, where the rows are."""
+        return torch.searchsorted(self.paths.ends.to(rows.device), rows, right=True)
 
     @property
     def lengths(self) -> Tensor:
@@ -267,19 +241,19 @@ def shapes_of(meta: Any, cameras: Sequence[str] | None, count: int) -> dict[str,
     if images := [
         camera for camera in cameras or meta.camera_keys if camera in meta.camera_keys and camera not in videos
     ]:
-        raise FramesError(
+        raise DatasetError(
             f"{meta.root}: {', '.join(images)} stored as single images, expected video (LeRobot's default); "
             "lerobot-edit-dataset --operation.type convert_image_to_video makes it so"
         )
     if missing := [camera for camera in cameras or videos if camera not in meta.features]:
-        raise FramesError(
+        raise DatasetError(
             f"{meta.root}: has no camera {', '.join(missing)}; its cameras are {', '.join(meta.camera_keys) or 'none'}"
         )
     shapes: dict[str, tuple[int, ...]] = {}
     for camera in cameras or videos:
         height, width, colours = meta.features[camera]["shape"]
         if colours != 3:
-            raise FramesError(f"{meta.root}: {camera} has {colours} channels, expected 3 (height, width, 3)")
+            raise DatasetError(f"{meta.root}: {camera} has {colours} channels, expected 3 (height, width, 3)")
         shapes[camera] = (count, 3, height, width)
     return shapes
 
@@ -287,17 +261,17 @@ def shapes_of(meta: Any, cameras: Sequence[str] | None, count: int) -> dict[str,
 def choose_place(place: str, size: int, device: torch.device) -> str:
     """Where the pictures go: the nearest place they fit in."""
     if place not in PLACES:
-        raise FramesError(f"frames: got {place!r}, expected one of {', '.join(PLACES)}")
+        raise UsageError(f"--frames: got {place!r}, expected one of {', '.join(PLACES)}")
     if place == "gpu" and device.type != "cuda":
-        raise FramesError(f"frames: got 'gpu', but the training device is {device}")
+        raise UsageError(f"--frames: got 'gpu', but the training device is {device}")
     if place != "auto":
         return place
     if device.type == "cuda" and size < GPU_SHARE * torch.cuda.mem_get_info(device)[0]:
         return "gpu"
-    return "ram" if size < RAM_SHARE * memory() / int(os.environ.get("LOCAL_WORLD_SIZE", "1")) else "file"
+    return "ram" if size < RAM_SHARE * ram() / int(os.environ.get("LOCAL_WORLD_SIZE", "1")) else "file"
 
 
-def memory() -> int:
+def ram() -> int:
     """Bytes of RAM this machine has, or this container may use."""
     limit = Path("/sys/fs/cgroup/memory.max")
     allowed = limit.read_text().strip() if limit.exists() else "max"
@@ -309,15 +283,8 @@ def open_dataset(root: Path) -> Any:
     """A dataset's description, or an error that says what is wrong with the folder."""
     from lerobot.datasets.lerobot_dataset import LeRobotDatasetMetadata
 
-    if not (root / "meta" / "info.json").exists():
-        raise FramesError(f"{root}: no meta/info.json there, expected the folder of a LeRobot dataset (v3)")
-    meta = LeRobotDatasetMetadata(f"local/{root.resolve().name}", root=root)
-    if not meta.total_episodes or not meta.total_frames:
-        raise FramesError(f"{root}: the dataset is empty ({meta.total_episodes} episodes)")
-    for name in (OBS_STATE, ACTION):
-        if name not in meta.features:
-            raise FramesError(f"{root}: has no feature {name!r}; its features are {', '.join(meta.features)}")
-    return meta
+    describe(root)  # refuses what is no dataset, or an empty one
+    return LeRobotDatasetMetadata(f"local/{root.resolve().name}", root=root)
 
 
 def open_frames(
@@ -337,13 +304,13 @@ def open_frames(
     lengths = paths.ends - paths.starts
     if bool((lengths < 2).any()):
         short = (lengths < 2).nonzero()[:, 0].tolist()
-        raise FramesError(
+        raise DatasetError(
             f"{meta.root}: episode {', '.join(map(str, short[:5]))} has a single frame, from which nothing can be learnt; "
             f'remove it: lerobot-edit-dataset --operation.type delete_episodes --operation.episode_indices "{short}"'
         )
     expected = [int(row["length"]) for row in meta.episodes]
     if lengths.tolist() != expected:
-        raise FramesError(
+        raise DatasetError(
             f"{meta.root}: its tables hold {len(lengths)} episodes of {len(paths.states)} frames, its description says "
             f"{len(expected)} of {sum(expected)}. Fetch the whole dataset"
         )
@@ -375,5 +342,5 @@ def read_columns(meta: Any, device: torch.device) -> dict[str, Tensor]:
     }
     for name, column in columns.items():
         if not (finite := torch.isfinite(column).all(1)).all():
-            raise FramesError(f"{meta.root}: {name} of frame {int((~finite).nonzero()[0])} is not finite")
+            raise DatasetError(f"{meta.root}: {name} of frame {int((~finite).nonzero()[0])} is not finite")
     return {name: column.to(device) for name, column in columns.items()}

@@ -2,6 +2,8 @@
 with. Training it is `train`'s matter.
 """
 
+import re
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -9,17 +11,17 @@ import torch
 from lerobot.configs import FeatureType, PolicyFeature
 from lerobot.configs.policies import PreTrainedConfig
 from lerobot.policies.factory import make_pre_post_processors
-from lerobot.utils.constants import ACTION, IMAGENET_STATS
+from lerobot.utils.constants import ACTION, IMAGENET_STATS, OBS_ENV_STATE, OBS_STATE
 from safetensors.torch import load_file
 from torch import Tensor
 
-import lerobot_policy_trace  # noqa: F401  (registers the policies)
-from lerobot_policy_trace.configuration_trace import MemoryOptions
-from trace_bench.robot import BASE, CHANNELS
-from trace_lab.recipe import Recipe, RecipeError
-from trace_lab.run import RunError
+from lerobot_policy_trace import MemoryOptions
+from trace_errors import RunError, UsageError
+from trace_lab.recipe import Recipe, known
+from trace_memory import PaperOptions
 
 RESNET = ("conv1", "bn1", "relu", "maxpool", "layer1", "layer2", "layer3", "layer4")
+VELOCITY = ("vx", "vy", "vz", "vel", "velocity", "rate", "speed")  # last words of a channel's name
 COUNTER = "num_batches_tracked"  # of normalisations that learn, which an encoder that is kept as it is does not need
 
 
@@ -31,31 +33,48 @@ def cameras(made: Recipe, meta: Any) -> list[str]:
     short = {name.removeprefix("observation.images."): name for name in have}
     asked = [name.strip().removeprefix("observation.images.") for name in made.cameras.split(",")]
     if strange := [name for name in asked if name not in short]:
-        raise RecipeError(f"cameras: got {', '.join(strange)}, expected all, or some of {', '.join(short)}")
+        raise UsageError(f"cameras: got {', '.join(strange)}, expected all, or some of {', '.join(short)}")
     return [name for key, name in short.items() if key in asked]
 
 
+def velocity_channels(meta: Any) -> list[int]:
+    """Channels of the robot's state that are velocities, as far as their names tell: a last word such as vx, vel or rate.
+    None where channels have no names.
+    """
+    names = meta.features[OBS_STATE].get("names") or []
+    if isinstance(names, dict):  # as some robots have it: {"motors": [...]}
+        names = [name for group in names.values() for name in group]
+    return [
+        i for i, name in enumerate(names) if re.split("[^a-z]+", str(name).lower().rstrip("0123456789"))[-1] in VELOCITY
+    ]
+
+
 def configuration(made: Recipe, meta: Any, device: str) -> Any:
-    """The plug-in's configuration for a dataset."""
+    """The plug-in's configuration for a dataset.
+
+    Raises:
+        UsageError: an option is not known, or numbers do not go together.
+    """
     inputs = {}
     for name, feature in meta.features.items():
         if name in cameras(made, meta):
             height, width, colours = feature["shape"]
             inputs[name] = PolicyFeature(FeatureType.VISUAL, (colours, height, width))
-        elif name == "observation.state":
+        elif name == OBS_STATE:
             inputs[name] = PolicyFeature(FeatureType.STATE, tuple(feature["shape"]))
-        elif name == "observation.environment_state":
+        elif name == OBS_ENV_STATE:
             inputs[name] = PolicyFeature(FeatureType.ENV, tuple(feature["shape"]))
     output = {ACTION: PolicyFeature(FeatureType.ACTION, tuple(meta.features[ACTION]["shape"]))}
     rates: dict[str, Any] = {"optimizer_lr": made.lr}
     if made.policy == "act":
         rates["optimizer_lr_backbone"] = made.backbone_lr
-    own: dict[str, Any] = {"lr": made.memory_lr, "adapter_lr": made.memory_lr}
-    if meta.robot_type == "trace_bench":
-        own["rates"] = list(range(len(CHANNELS)))[BASE]
+    options = {"velocity_channels": velocity_channels(meta)} | made.memory_options
     kind = PreTrainedConfig.get_choice_class(f"trace_{made.policy}")
+    for name in made.policy_options:
+        known("option policy.", name, [each.name for each in fields(kind)])
     try:
-        memory = MemoryOptions(name=made.memory, **(own | made.memory_options))
+        paper = PaperOptions(**options.pop("paper", {}))
+        memory = MemoryOptions(name=made.memory, lr=made.memory_lr, adapter_lr=made.memory_lr, paper=paper, **options)
         config: Any = kind(
             input_features=inputs,
             output_features=output,
@@ -65,17 +84,16 @@ def configuration(made: Recipe, meta: Any, device: str) -> Any:
             **(rates | made.policy_options),
         )
         config.validate_features()
-        if made.scan == "budget" and memory.update_every != 1:
-            raise ValueError(f"memory.update_every: got {memory.update_every}, expected 1 with the budget scan")
+        memory.config(meta.features[OBS_STATE]["shape"][0])
     except (TypeError, ValueError) as error:
-        raise RecipeError(f"{made.policy} with memory {made.memory}: {error}") from error
+        raise UsageError(f"{made.policy} with memory {made.memory}: {error}") from error
     return config
 
 
 def take_encoder(policy: Any, folder: Path) -> None:
-    """Gives a policy the encoder of a trained one, and nothing else of it: the rest of a policy without a memory may
-    have its choices by heart, from how scenes look, and a memory would find nothing left to learn (docs/decisions/0009).
-    ACT and Diffusion Policy can have each other's, where their ResNets have the same layers.
+    """Gives a policy the encoder of a trained one, and nothing else of it: the rest of a policy without a memory may have
+    learnt a shortcut from how scenes look to what is done, and a memory would find nothing left to learn. ACT and
+    Diffusion Policy can have each other's, where their ResNets have the same layers.
     """
     weights = load_file(folder / "model.safetensors")
     shared: dict[str, Tensor] = {}

@@ -1,21 +1,57 @@
-"""Every number of a training, as one frozen value (`Recipe`) with named presets. A run keeps the recipe it was made with;
-the loop that follows it is in `train`, the memories' own numbers are in `trace_memory.config`.
+"""Every number of a training, as one frozen value (`Recipe`), and the named ones (`RECIPES`). A run keeps the recipe it was
+made with; the loop that follows it is in `training`. Nothing heavy is imported here, so that wrong numbers are refused at
+once.
 """
 
 import difflib
 import json
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
+
+from trace_errors import UsageError
+from trace_memory.config import PAPER_FORMS, PaperOptions
+from trace_memory.registry import METHODS
 
 POLICIES = ("act", "diffusion")
 SCANS = ("episode", "budget")
 BACKBONES = ("trained", "frozen")
-LONGEST = 600.0  # seconds of a pause: every one makes episodes longer
+PRECISIONS = ("auto", "bf16", "float32")
+OWN_PATH = ("none", "signature-only")  # never addressed by another's path: nothing is, or nothing else is known
 
+# Options of a memory that `--set memory.NAME=VALUE` changes, with what each is: those of the plug-in's `MemoryOptions`, whose
+# import takes too long to find out that a name is misspelt. `memory.paper.NAME` are those of `PaperOptions`.
+MEMORY_OPTIONS: dict[str, Any] = {
+    "width": int, "hidden": int, "attach": str, "period": int, "history_frames": int, "history_stride": int,
+    "dropout": float, "velocity_channels": list,
+}  # fmt: skip
+PAPER_OPTIONS: dict[str, Any] = {each.name: each.type for each in fields(PaperOptions)}
 
-class RecipeError(ValueError):
-    """A recipe that makes no sense; the message names the field, what came and what was expected."""
+RENAMED = {
+    "borrowed": "path_swap",
+    "still": "rest_weight",
+    "memory.update_every": "memory.period",
+    "memory.budget": "memory.history_frames",
+    "memory.stride": "memory.history_stride",
+    "memory.rates": "memory.velocity_channels",
+    "memory.key": "memory.paper.log_signature",
+    "memory.lr": "memory_lr",
+    "memory.adapter_lr": "memory_lr",
+    "memory.name": "the option --memory",
+    "memory.preset": "--preset for sizes and --memory paper for the paper's form",
+} | {f"memory.{name}": f"memory.paper.{name}" for name in PAPER_OPTIONS}
+_FORM = "it is part of what a memory is; --memory paper is the paper's form"
+GONE = {
+    "walk": "with path_swap another path is always followed along its arc length",
+    "pauses": "what is written scales with the way made, so waiting adds nothing",
+    "taught": "every frame teaches the encoder; episodes=4 or memory.period=4 need less memory",
+    "shift": "jitter is the augmentation that is left",
+    "starts": "rest_weight alone decides which frames are targets more often",
+    "truncate": "the gradient passes through whole episodes; episodes=4 or memory.period=4 need less memory",
+    "branches": "it needed labels that only the suite has",
+    "policy.rest_action_steps": "policy.n_action_steps is the replan interval, at rest too",
+} | {f"memory.{name}": _FORM for name in ("path", "clock", "gate", "fade", "bound", "start", "read_gain", "grid")}
 
 
 def known(what: str, value: str, names: Sequence[str]) -> str:
@@ -24,86 +60,71 @@ def known(what: str, value: str, names: Sequence[str]) -> str:
         return value
     near = difflib.get_close_matches(value.lower(), names, n=1)
     hint = f"did you mean {near[0]!r}?" if near else f"expected one of {', '.join(names)}"
-    raise RecipeError(f"{what}: there is no {value!r}; {hint}")
+    raise UsageError(f"{what}: there is no {value!r}; {hint}")
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """How a policy is trained. A batch has `episodes` times `targets` targets, whatever the method."""
+    """How a policy is trained. An update learns from `episodes` times `targets` targets, whatever the method."""
 
     policy: str = "act"
     memory: str = "trace"
     cameras: str = "all"  # or the names of some, with commas between
-    scan: str = "episode"  # whole episodes, or the paper's "budget" of frames for each target
+    scan: str = "episode"  # whole episodes; or, for the paper's form, its "budget" of frames for each target
     steps: int = 20_000  # updates
-    episodes: int = 8  # episodes in a batch
-    targets: int = 32  # targets of each
-    still: float = 1.0  # how often a frame before a second of rest is a target, as a share of the others
-    starts: float = 1.0  # how often a frame is a target with which the robot sets off after a rest, as a multiple
-    branches: float = (
-        1.0  # what a frame teaches the encoder if an unseen choice follows, as a share; the suite's data only
-    )
-    borrowed: float = 0.0  # share of whole episodes that are addressed by the path of another one in the batch
-    walk: str = (
-        "steps"  # how: the lender's steps one by one; or "way": as far along the lender's way as along one's own
-    )
-    pauses: float = 0.0  # seconds by which each rest of a whole episode is longer for the memory, at most
-    truncate: int = 0  # frames after which the gradient through time is cut; 0 is never
-    backbone: str = "trained"  # or "frozen": as it comes, every picture encoded once
-    taught: float = 1.0  # share of frames that teach the encoder what to write; they count more in exchange
+    episodes: int = 8  # in an update
+    targets: int = 32  # of each episode
+    rest_weight: float = 1.0  # how often a frame before a second of rest is a target, as a share of the others
+    path_swap: float = 0.0  # probability that an episode's memory is addressed by another one's path
+    backbone: str = "trained"  # or "frozen": every picture is encoded once, before the first update
     lr: float = 1e-4
     backbone_lr: float = 1e-4
     memory_lr: float = 1e-4
-    warmup: int = 200  # updates over which rates rise; then they fall along a cosine to a tenth
+    warmup: int = 200  # updates over which the learning rates rise; then they fall along a cosine to a tenth
     clip: float = 10.0  # largest norm of the gradient
     precision: str = "auto"  # bf16 on a GPU, float32 elsewhere; or one of these words
-    shift: int = 0  # pixels by which pictures are moved at most, an episode alike
-    jitter: float = 0.0  # share by which brightness and contrast are changed at most, an episode alike
+    jitter: float = 0.0  # share by which brightness and contrast change at most, in an episode alike
     checkpoint: int = 1_000  # updates between checkpoints
     policy_options: dict[str, Any] = field(default_factory=dict)  # of LeRobot's configuration
-    memory_options: dict[str, Any] = field(default_factory=dict)  # of `MemoryOptions`
+    memory_options: dict[str, Any] = field(default_factory=dict)  # of the plug-in's `MemoryOptions`
 
     def __post_init__(self) -> None:
-        from trace_memory.config import MEMORIES
-
         known("policy", self.policy, POLICIES)
-        known("memory", self.memory, list(MEMORIES))
+        known("memory", self.memory, list(METHODS))
         known("scan", self.scan, SCANS)
-        known("walk", self.walk, ("steps", "way"))
         known("backbone", self.backbone, BACKBONES)
-        if self.backbone == "frozen" and self.scan != "episode":
-            raise RecipeError(
-                f"backbone: got frozen with the {self.scan} scan, which takes pictures; expected scan=episode"
-            )
-        known("precision", self.precision, ("auto", "bf16", "float32"))
-        for name, least in {"steps": 1, "episodes": 1, "targets": 1, "truncate": 0, "warmup": 0, "shift": 0}.items():
+        known("precision", self.precision, PRECISIONS)
+        for name, least in {"steps": 1, "episodes": 1, "targets": 1, "warmup": 0, "checkpoint": 1}.items():
             if getattr(self, name) < least:
-                raise RecipeError(f"{name}: got {getattr(self, name)}, expected {least} or more")
-        if not 0 <= self.pauses <= LONGEST:
-            raise RecipeError(f"pauses: got {self.pauses}, expected seconds, 0 to {LONGEST}")
-        for name in ("borrowed", "pauses"):
-            if getattr(self, name) and self.scan == "budget":
-                raise RecipeError(f"{name}: got {getattr(self, name)} with the budget scan; it is for whole episodes")
-        if self.borrowed and self.episodes == 1:
-            raise RecipeError(f"borrowed: got {self.borrowed} with episodes=1, where nobody can lend; expected 0")
-        for name in ("lr", "backbone_lr", "memory_lr", "clip", "checkpoint", "starts"):
-            if not getattr(self, name) > 0:
-                raise RecipeError(f"{name}: got {getattr(self, name)}, expected a positive number")
-        for name in ("taught", "still"):
-            if not 0 < getattr(self, name) <= 1:
-                raise RecipeError(f"{name}: got {getattr(self, name)}, expected more than 0 and at most 1")
-        for name in ("branches", "borrowed"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise RecipeError(f"{name}: got {getattr(self, name)}, expected 0 to 1")
-        if self.branches < 1 and (self.backbone == "frozen" or (self.scan == "budget" and self.memory != "none")):
-            raise RecipeError(
-                f"branches: got {self.branches} with backbone={self.backbone} and scan={self.scan}, expected 1: it is "
-                "for an encoder that is trained, with whole episodes or without a memory"
-            )
+                raise UsageError(f"{name}: got {getattr(self, name)}, expected {least} or more")
+        for name in ("lr", "backbone_lr", "memory_lr", "clip"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise UsageError(f"{name}: got {getattr(self, name)}, expected a positive number")
+        if not 0 < self.rest_weight <= 1:
+            raise UsageError(f"rest_weight: got {self.rest_weight}, expected more than 0 and at most 1")
+        if not 0 <= self.path_swap <= 1:
+            raise UsageError(f"path_swap: got {self.path_swap}, expected 0 to 1")
         if not 0 <= self.jitter < 1:
-            raise RecipeError(f"jitter: got {self.jitter}, expected 0 or more and less than 1")
-        if self.truncate and self.scan == "budget":
-            raise RecipeError(f"truncate: got {self.truncate} with the budget scan, which has no long gradient to cut")
+            raise UsageError(f"jitter: got {self.jitter}, expected 0 or more and less than 1")
+        if self.path_swap and self.episodes == 1:
+            raise UsageError(
+                f"path_swap: got {self.path_swap} with episodes=1, where there is no other path; expected 0"
+            )
+        if self.scan == "budget":
+            self._check_budget()
+
+    def _check_budget(self) -> None:
+        """What the budget scan cannot do."""
+        if self.memory not in ("none", *PAPER_FORMS):
+            raise UsageError(
+                f"scan: got budget with memory {self.memory}, expected memory {', '.join(PAPER_FORMS)} or none"
+            )
+        if self.path_swap:
+            raise UsageError(f"path_swap: got {self.path_swap} with scan=budget; it is for whole episodes, expected 0")
+        if self.backbone == "frozen":
+            raise UsageError("backbone: got frozen with scan=budget, which takes pictures; expected scan=episode")
+        if (period := self.memory_options.get("period", 1)) != 1:
+            raise UsageError(f"memory.period: got {period} with scan=budget, expected 1")
 
     @property
     def batch(self) -> int:
@@ -112,8 +133,6 @@ class Recipe:
 
     def rate(self, step: int) -> float:
         """The factor on every learning rate at this update."""
-        import math
-
         if step < self.warmup:
             return (step + 1) / self.warmup
         done = (step - self.warmup) / max(1, self.steps - self.warmup)
@@ -128,10 +147,10 @@ OFFLINE = {"pretrained_backbone_weights": None}  # nothing is downloaded unless 
 ACT = OFFLINE | {"chunk_size": 40, "n_action_steps": 10}
 DIFFUSION = OFFLINE | {
     "horizon": 32,
-    "n_action_steps": 6,  # chosen with the next number and UNTOLD, by episodes that no table counts. 0016, 0020
+    "n_action_steps": 6,  # chosen by episodes that no table counts. docs/decisions: what diffusion predicts
     "noise_scheduler_type": "DDIM",
     "num_inference_steps": 4,
-    "prediction_type": "sample",  # the actions, not the noise: an eighth of the error after as many updates. 0016
+    "prediction_type": "sample",  # the actions, not the noise: an eighth of the error after as many updates
     "drop_n_last_frames": 0,  # else nobody learns how an episode ends
     "use_separate_rgb_encoder_per_camera": False,
 }
@@ -142,71 +161,113 @@ SMALL_ACT = ACT | {
     "n_encoder_layers": 2,
     "n_vae_encoder_layers": 1,
 }
+SMALL_MEMORY = {"width": 64, "hidden": 64}
+SWAP = 0.5  # half of the episodes: the path that was taken must not tell what to do
 
-# The first frame stays at hand, and a robot at rest writes nothing: who cannot count looks at the lamp. docs/decisions/0014
-PATIENT = {"anchor": True, "clock": "path"}
-UNTOLD = PATIENT | {"path": "routes"}  # Diffusion Policy, told of its path, misses its first grasp on Tool. 0019
-LENT = 0.5  # so many episodes are addressed by another's path: what path one took must not tell what to do. 0015
-
-PRESETS: dict[str, dict[str, Recipe]] = {
+RECIPES: dict[str, dict[str, Recipe]] = {
     "default": {
-        "act": Recipe(borrowed=LENT, policy_options=ACT, memory_options=PATIENT),
-        "diffusion": Recipe(policy="diffusion", borrowed=LENT, policy_options=DIFFUSION, memory_options=UNTOLD),
+        "act": Recipe(path_swap=SWAP, policy_options=ACT),
+        "diffusion": Recipe(policy="diffusion", path_swap=SWAP, policy_options=DIFFUSION),
     },
     # LeRobot's own sizes and the paper's memory
     "paper": {
-        "act": Recipe(policy_options=OFFLINE, memory_options={"preset": "paper"}),
+        "act": Recipe(memory="paper", policy_options=OFFLINE),
         "diffusion": Recipe(
-            policy="diffusion",
+            policy="diffusion", memory="paper",
             policy_options=OFFLINE | {"use_separate_rgb_encoder_per_camera": False},
-            memory_options={"preset": "paper"},
         ),
     },
     # for two CPU cores
     "tiny": {
         "act": Recipe(
-            steps=600, episodes=2, targets=16, borrowed=LENT, warmup=50, lr=3e-4, backbone_lr=3e-4, memory_lr=1e-3,
-            checkpoint=100,
-            policy_options=SMALL_ACT, memory_options=PATIENT | {"preset": "tiny"},
+            steps=600, episodes=2, targets=16, path_swap=SWAP, warmup=50, lr=3e-4, backbone_lr=3e-4, memory_lr=1e-3,
+            checkpoint=100, policy_options=SMALL_ACT, memory_options=SMALL_MEMORY,
         ),
         "diffusion": Recipe(
-            policy="diffusion", steps=600, episodes=2, targets=16, borrowed=LENT, warmup=50, memory_lr=1e-3, checkpoint=100,
-            policy_options=DIFFUSION | {"down_dims": (64, 128)}, memory_options=UNTOLD | {"preset": "tiny"},
+            policy="diffusion", steps=600, episodes=2, targets=16, path_swap=SWAP, warmup=50, memory_lr=1e-3,
+            checkpoint=100, policy_options=DIFFUSION | {"down_dims": (64, 128)}, memory_options=SMALL_MEMORY,
         ),
     },
 }  # fmt: skip
 
 
-def recipe(preset: str, policy: str, memory: str, changes: Mapping[str, Any]) -> Recipe:
-    """A preset for a policy and a memory, with some numbers changed; `policy.x` and `memory.x` are options of those, and
-    `act.x` and `diffusion.x` of that policy only, so that one comparison can have both.
+def names() -> list[str]:
+    """Every name that `--set` takes, but for LeRobot's options of a policy (`policy.X`, `act.X`, `diffusion.X`)."""
+    own = [
+        each.name
+        for each in fields(Recipe)
+        if each.name not in ("policy", "memory", "policy_options", "memory_options")
+    ]
+    return [*own, *(f"memory.{name}" for name in MEMORY_OPTIONS), *(f"memory.paper.{name}" for name in PAPER_OPTIONS)]
+
+
+def recipe(preset: str, policy: str, memory: str | None = None, changes: Mapping[str, Any] | None = None) -> Recipe:
+    """A named recipe for a policy and a memory, with some numbers changed.
+
+    Args:
+        preset: one of `RECIPES`.
+        policy: act or diffusion.
+        memory: one of `METHODS`; None is the preset's own.
+        changes: numbers by name. `policy.x` and `memory.x` are options of those; `act.x` and `diffusion.x` are for that
+            policy only, so that one comparison can have both.
+
+    Raises:
+        UsageError: a name is not known, is old, or a number makes no sense; the message says which and what was expected.
+
+    Example:
+        recipe("tiny", "act", "trace", {"lr": 1e-3, "memory.period": 4, "policy.chunk_size": 20})
     """
-    known("preset", preset, list(PRESETS))
-    base = replace(PRESETS[preset][known("policy", policy, POLICIES)], memory=memory)
+    base = RECIPES[known("preset", preset, list(RECIPES))][known("policy", policy, POLICIES)]
+    base = replace(base, memory=memory or base.memory)
     own: dict[str, Any] = {}
-    nested = {"policy": dict(base.policy_options), "memory": dict(base.memory_options)}
-    if "memory.preset" in changes:
-        nested["memory"] = {}  # a preset of the memory's own brings its own numbers
+    options, memory_options = dict(base.policy_options), dict(base.memory_options)
     types = {each.name: each.type for each in fields(Recipe)}
-    for name, value in changes.items():
+    for name, value in (changes or {}).items():
         group, _, option = name.partition(".")
-        if option and group in POLICIES:
-            known(f"option {group}.", option, options_of(group))
-            nested["policy"] |= {option: value} if group == policy else {}
+        if group in ("policy", *POLICIES) and option and name not in GONE:
+            if group in ("policy", policy):
+                options[option] = value
+            if group != "policy":
+                known(f"option {group}.", option, options_of(group))
             continue
-        if option:
-            nested[known("option", group, list(nested))][option] = value
-            continue
-        kind = types[known("option", name, [n for n in types if not n.endswith("_options")])]
-        own[name] = convert(name, value, {int: int, float: float, str: str}[kind])  # type: ignore[index]
-    alone = memory == "none" or own.get("scan") == "budget" or own.get("episodes", base.episodes) == 1
-    if alone or "memory.preset" in changes:
-        own.setdefault("borrowed", 0.0)  # there is nobody to lend, and the paper does not
-    return replace(base, **own, policy_options=nested["policy"], memory_options=nested["memory"])
+        check_name(name)
+        if option.startswith("paper."):
+            if base.memory not in PAPER_FORMS:
+                raise UsageError(f"{name}: got with memory {base.memory}, expected memory {' or '.join(PAPER_FORMS)}")
+            option = option.removeprefix("paper.")
+            paper = memory_options.get("paper", {})
+            memory_options["paper"] = paper | {option: convert(name, value, PAPER_OPTIONS[option])}
+        elif option:
+            memory_options[option] = convert(name, value, MEMORY_OPTIONS[option])
+        else:
+            own[name] = convert(name, value, types[name])
+    if base.memory in OWN_PATH:
+        own["path_swap"] = 0.0
+    elif base.memory in PAPER_FORMS or own.get("episodes", base.episodes) == 1:
+        own.setdefault("path_swap", 0.0)  # the paper does not, or there is no other path
+    return replace(base, **own, policy_options=options, memory_options=memory_options)
+
+
+def check_name(name: str) -> None:
+    """Refuses a name that `--set` does not take, with the one that was meant."""
+    every = names()
+    if name in every:
+        return
+    for old in (name, f"memory.{name}"):
+        if old in RENAMED:
+            raise UsageError(f"{name}: is now {RENAMED[old]}")
+        if old in GONE:
+            raise UsageError(f"{name}: is gone: {GONE[old]}")
+    if name in ("policy", "memory"):
+        raise UsageError(f"{name}: is the option --{name}")
+    for full in (f"memory.{name}", f"memory.paper.{name}"):
+        if full in every:
+            raise UsageError(f"option: there is no {name!r}; did you mean {full!r}?")
+    known("option", name, every)
 
 
 def options_of(policy: str) -> list[str]:
-    """Names of LeRobot's options of a policy, so that a misspelt one is noticed also where another policy is trained."""
+    """Names of LeRobot's options of a policy. Imports LeRobot, which takes a while."""
     from lerobot.configs.policies import PreTrainedConfig
 
     import lerobot_policy_trace  # noqa: F401  (registers the policies)
@@ -214,13 +275,25 @@ def options_of(policy: str) -> list[str]:
     return [each.name for each in fields(PreTrainedConfig.get_choice_class(f"trace_{policy}"))]
 
 
-def convert(name: str, value: Any, kind: Callable[[Any], Any]) -> Any:
-    """A value of a kind, if it is one."""
-    right = isinstance(value, str) if kind is str else isinstance(value, int | float) and not isinstance(value, bool)
-    if not right or (kind is int and value != int(value)):
-        raise RecipeError(
-            f"{name}: got {value!r}, expected {'a word' if kind is str else getattr(kind, '__name__', '')}"
-        )
+def convert(name: str, value: Any, kind: Any) -> Any:
+    """A value of a kind, if it is one; whole numbers also count as float."""
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    right = {
+        int: number and math.isfinite(value) and value == int(value),
+        float: number,
+        str: isinstance(value, str),
+        bool: isinstance(value, bool),
+        list: isinstance(value, list | tuple) and all(type(each) is int and each >= 0 for each in value),
+    }
+    words = {
+        int: "a whole number",
+        float: "a number",
+        str: "a word",
+        bool: "true or false",
+        list: "numbers, as in [0,1,2]",
+    }
+    if not right[kind]:
+        raise UsageError(f"{name}: got {value!r}, expected {words[kind]}")
     return kind(value)
 
 
@@ -230,7 +303,7 @@ def parse(settings: Sequence[str]) -> dict[str, Any]:
     for setting in settings:
         name, equals, value = setting.partition("=")
         if not equals or not name:
-            raise RecipeError(
+            raise UsageError(
                 f"--set: got {setting!r}, expected NAME=VALUE, for instance lr=3e-4 or policy.dim_model=256"
             )
         try:

@@ -5,6 +5,7 @@ the business of `evaluate`.
 
 import json
 import multiprocessing
+import re
 import threading
 import time
 import traceback
@@ -25,7 +26,6 @@ from trace_bench.env import BenchEnv, Observation
 from trace_bench.robot import CHANNELS
 from trace_errors import ControlError, SimulationError, UsageError
 from trace_lab.dataset import begin_worker
-from trace_lab.pictures import slug
 
 PATIENCE = 10.0  # seconds a worker has to end by itself
 Build = Callable[[], BenchEnv]  # must survive pickling
@@ -75,7 +75,8 @@ class Film:
         """The episode is over."""
         self.container.mux(self.stream.encode())
         self.container.close()
-        self.temporary.rename(self.path.with_name(f"{self.path.name}-{slug(outcome)}.mp4"))
+        words = re.sub(r"\W", "_", outcome.lower())
+        self.temporary.rename(self.path.with_name(f"{self.path.name}-{words}.mp4"))
 
 
 class Row:

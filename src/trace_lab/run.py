@@ -1,10 +1,12 @@
 """The folder of a training: what it was asked to do (`run.json`), its metrics as they come, its checkpoints, its curves.
-Written so that a process may die at any moment: a checkpoint is there as a whole or not at all. What is in one is `train`'s
-matter.
+Written so that a process may die at any moment: a checkpoint is there as a whole or not at all. What is in one is
+`training`'s matter.
 """
 
 import fcntl
+import hashlib
 import json
+import os
 import re
 import shutil
 import signal
@@ -19,7 +21,7 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from trace_lab.dataset import write_json
+from trace_errors import RunError
 from trace_lab.recipe import Recipe
 
 OURS = re.compile(r"lock|run\.json\..*")  # what a run that was killed before it began may have left
@@ -28,8 +30,12 @@ NEEDED = ("pretrained_model/model.safetensors", "training_state/optimizer.safete
 KEPT = 2  # checkpoints that stay: if the newest should ever turn out bad, there is one before it
 
 
-class RunError(Exception):
-    """The run cannot begin or go on; what it has stays as it is."""
+def write_json(path: Path, value: Any) -> None:
+    """All of it or nothing."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f"{path.name}.tmp")
+    temporary.write_text(json.dumps(value, indent=1) + "\n")
+    temporary.replace(path)
 
 
 def commit() -> str | None:
@@ -82,39 +88,54 @@ class Run:
 
     folder: Path
 
+    def usable(self) -> None:
+        """A RunError unless the folder is one of ours, or can be. Changes nothing."""
+        folder = self.folder
+        if folder.exists() and not folder.is_dir():
+            raise RunError(f"{folder} is a file, expected a folder")
+        if not folder.exists():
+            above = next(each for each in folder.absolute().parents if each.exists())
+            if not above.is_dir() or not os.access(above, os.W_OK):
+                why = "may not be written to" if above.is_dir() else "is a file"
+                raise RunError(f"--out {folder}: cannot be created, because {above} {why}")
+        elif not (folder / "run.json").exists() and any(not OURS.fullmatch(each.name) for each in folder.iterdir()):
+            raise RunError(f"{folder} is not empty and has no run.json, expected a new folder or one of tracemem train")
+
     def check(self, asked: dict[str, Any]) -> None:
         """A RunError unless the folder is new, or a run that was asked for the same, or one that came to nothing. Changes
         nothing.
         """
-        folder, note = self.folder, self.folder / "run.json"
-        if note.exists():
-            if (differ := self._differences(asked)) and self.finished():
-                raise RunError(
-                    f"{folder} is a run of other settings ({'; '.join(differ[:4])}"
-                    f"{f'; and {len(differ) - 4} more' if len(differ) > 4 else ''}). Nothing was changed: choose another "
-                    "--out, or ask for the same"
-                )
-        elif folder.exists() and not folder.is_dir():
-            raise RunError(f"{folder} is a file, expected a folder")
-        elif folder.exists() and any(not OURS.fullmatch(each.name) for each in folder.iterdir()):
-            raise RunError(f"{folder} is not empty and has no run.json, expected a new folder or one of tracemem train")
+        self.usable()
+        if (self.folder / "run.json").exists() and (differ := self._differences(asked)) and self.finished():
+            raise RunError(
+                f"{self.folder} is a run of other settings ({'; '.join(differ[:4])}"
+                f"{f'; and {len(differ) - 4} more' if len(differ) > 4 else ''}). Nothing was changed: choose another "
+                "--out, or ask for the same"
+            )
+
+    def note(self) -> dict[str, Any]:
+        """What `run.json` says."""
+        try:
+            found = json.loads((self.folder / "run.json").read_text())
+            return dict(found | {"asked": dict(found["asked"])})
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise RunError(f"{self.folder / 'run.json'}: cannot be read ({error!r}), expected that of a run") from error
 
     def _differences(self, asked: dict[str, Any]) -> list[str]:
-        before = json.loads((self.folder / "run.json").read_text())["asked"]
+        before = self.note()["asked"]
         if "recipe" in before:  # a run from before a field existed has what is its default now
             before["recipe"] = Recipe().to_dict() | before["recipe"]
         return differences(before, json.loads(json.dumps(asked)))
 
     def begin(self, asked: dict[str, Any], **resolved: Any) -> None:
-        """Notes what was asked for, if it is not noted, and beside it what that is in full, where presets fill in numbers.
-        `last` becomes the last checkpoint, however the one before ended.
+        """Notes what was asked for, if it is not noted, and beside it what that is in full. `last` becomes the last
+        checkpoint, however the one before ended.
         """
         self.check(asked)
         note = self.folder / "run.json"
         if not note.exists() or self._differences(asked):
             self.metrics.unlink(missing_ok=True)
-            easy = {name: asked[name] for name in ("task", "seed") if name in asked}
-            content = easy | {"asked": asked, **resolved, "commit": commit(), "versions": versions()}
+            content = {"asked": asked, **resolved, "commit": commit(), "versions": versions()}
             self.folder.mkdir(parents=True, exist_ok=True)
             write_json(note, content)
         self.checkpoints.mkdir(exist_ok=True)
@@ -226,37 +247,58 @@ class Run:
         temporary.replace(self.metrics)
 
     def draw(self) -> None:
-        """The curves, as a picture."""
+        """`curves.png`: the loss and its parts."""
         import matplotlib as mpl
 
         mpl.use("Agg")
         from matplotlib import pyplot as plt
 
         lines = self.lines()
-        names = [name for name in lines[0] if name not in {"step", "seconds"}] if lines else []
-        if not names:
+        parts = {
+            name: [(line["step"], line[name]) for line in lines if line.get(name, 0) > 0]  # the axis is logarithmic
+            for name in dict.fromkeys(name for line in lines for name in line)
+            if name == "loss" or name.endswith("_loss") or name.startswith("memory_")
+        }
+        if not any(parts.values()):
             return
-        figure, axes = plt.subplots(1, len(names), figsize=(3.2 * len(names), 2.8), squeeze=False, layout="constrained")
-        for name, axis in zip(names, axes[0], strict=True):
-            axis.plot([line["step"] for line in lines], [line.get(name) for line in lines], linewidth=1)
-            axis.set_title(name, fontsize=9)
-            axis.set_xlabel("updates", fontsize=8)
-            axis.tick_params(labelsize=7)
-            if name == "loss":
-                axis.set_yscale("log")
-        figure.savefig(self.folder / "curves.png", dpi=110)
+        figure, axis = plt.subplots(figsize=(8, 4.5), layout="constrained")
+        for name, points in parts.items():
+            if points:
+                whole = name == "loss"
+                axis.plot(*zip(*points, strict=True), label=name, linewidth=2 if whole else 1, zorder=3 if whole else 2)
+        axis.set(xlabel="updates", ylabel="loss", yscale="log")
+        axis.grid(which="both", alpha=0.25)
+        axis.legend(frameon=False)
+        figure.savefig(self.folder / "curves.png", dpi=120)
         plt.close(figure)
 
     @contextmanager
     def locked(self) -> Iterator[None]:
         """Keeps a second training out; the lock ends with the process, however it ends."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        with (self.folder / "lock").open("w") as file:
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            file = (self.folder / "lock").open("w")
+        except OSError as error:
+            raise RunError(f"--out {self.folder}: cannot be created or written to ({error.strerror})") from error
+        with file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError as error:
                 raise RunError(f"{self.folder}: another tracemem train is at work there") from error
             yield
+
+
+def trained(folder: Path) -> tuple[Path, dict[str, Any]]:
+    """The last policy of a finished or stopped run, and a note of what it is: what it was asked for, and a digest of its
+    weights.
+    """
+    run = Run(folder)
+    if not (folder / "run.json").exists() or not (done := run.finished()):
+        raise RunError(f"encoder: {folder}: no run with a checkpoint there, expected a folder of tracemem train")
+    asked, policy = run.note()["asked"], run.whole(done[-1]) / "pretrained_model"
+    digest = hashlib.sha256((policy / "model.safetensors").read_bytes()).hexdigest()
+    kept = {name: asked[name] for name in ("recipe", "seed", "dataset", "encoder") if name in asked}
+    return policy, {"asked": kept, "step": done[-1], "weights": digest}
 
 
 @contextmanager
@@ -268,7 +310,7 @@ def listening() -> Iterator[Callable[[], bool]]:
 
     def hear(_number: int, _frame: Any) -> None:
         if asked and time.monotonic() - asked[0] > INSIST:
-            raise KeyboardInterrupt
+            raise KeyboardInterrupt("stopped at once; the same command goes on from the last checkpoint")
         asked.append(time.monotonic())
 
     try:

@@ -235,13 +235,11 @@ def test_every_episode_has_the_cue_that_was_asked_for(five, runs, tmp_path):
 
 def test_a_policy_predicts_as_often_as_its_configuration_says(runs):
     """Five steps, of a policy whose chunks last for three and are drawn in two denoising steps."""
-    policy, counted = loaded(runs("trace_diffusion")), []
-    select, predict = policy.policy.select_action, policy.policy.act
-    policy.policy.act = lambda *a, **k: counted.append(1) or predict(*a, **k)
+    runner, denoised = loaded(runs("trace_diffusion")), []
+    runner.policy.diffusion.unet.register_forward_hook(lambda *_: denoised.append(1))
     with Rows(partial(make, "Cable", size=64, limit=5), 1, 1) as rows:
-        assert len([*play(rows, policy, [Begin(0)], Meter())]) > 0
-    assert policy.policy.select_action == select
-    assert len(counted) == 2
+        assert sum(len(ended) for ended in play(rows, runner, [Begin(0)], Meter())) == 1
+    assert len(denoised) == 2 * 2
 
 
 # -- going on -------------------------------------------------------------------------------------------------------------
