@@ -16,7 +16,7 @@ import tyro
 from rich.console import Console
 from rich.markdown import Markdown
 
-from trace_bench.registry import TASKS, VERSIONS, load
+from trace_bench.tasks import TASKS, VERSIONS, load
 from trace_errors import RunError, UsageError
 from trace_lab.progress import progress
 from trace_lab.queue import Job, Line, Local, OnRay, Queue, Runner, last_words
@@ -144,9 +144,9 @@ def collection(plan: Plan, task: str, workers: int) -> Job:
 
 def demonstrations_of(task: str) -> int:
     """The paper's number of demonstrations of a task."""
-    from trace_lab.collect import EPISODES
+    from trace_lab.collect import EPISODES, USUAL
 
-    return EPISODES[task]
+    return EPISODES.get(task, USUAL)
 
 
 def cell(plan: Plan, task: str, method: Method, seed: int, workers: int, *, gpu: bool) -> list[Job]:

@@ -12,7 +12,7 @@ from reprlib import repr as short
 from typing import Any
 
 from trace_bench.referee import Decision, Outcome, Record
-from trace_bench.registry import EVERY
+from trace_bench.tasks import EVERY
 from trace_errors import RunError
 from trace_memory.registry import METHODS
 

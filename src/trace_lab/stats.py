@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trace_bench.referee import Decision, Outcome, Record, waits
-from trace_bench.registry import EVERY, TASKS
+from trace_bench.tasks import EVERY, TASKS
 from trace_lab.results import Method, Rollout, methods
 
 RESAMPLES = 5000  # the error of a standard error is then 1 %

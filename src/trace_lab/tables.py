@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from trace_bench.registry import TASKS
+from trace_bench.tasks import TASKS
 from trace_lab import stats
 from trace_lab.results import POLICIES, Method, Reading, label
 from trace_lab.stats import FIRST, NONE_WRONG, REACHED, Cells, Estimate, Study
@@ -283,7 +283,7 @@ def draw(reading: Reading, path: Path) -> None:
             left.plot(*zip(*points, strict=True), "ov^sD"[number % 5], color="0.25", markersize=3.5, label=task)
         if study.guess is not None:
             right.axvline(study.guess, color="black", linestyle="--", linewidth=1)
-            right.annotate("chance", (study.guess, -0.7), ha="center", va="bottom", fontsize=7, annotation_clip=False)
+            right.text(study.guess, 1.01, "chance", ha="center", fontsize=7, transform=right.get_xaxis_transform())
         left.set_yticks(range(len(rows)), names)
         left.set_xlabel("progress, %: average with its 95 % interval, and each task")
         right.set_xlabel(f"{FIRST.lower()}, % with 95 % interval")
