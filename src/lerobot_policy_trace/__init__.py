@@ -2,15 +2,29 @@
 and `trace_diffusion`, and the suite as environment and as robot `trace_bench`.
 """
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from lerobot_policy_trace import env as env
+from lerobot_policy_trace import robot as robot
 from lerobot_policy_trace.configuration_trace import MemoryOptions, TraceActConfig, TraceDiffusionConfig
-from lerobot_policy_trace.env import TraceBenchEnv
-from lerobot_policy_trace.robot import TraceBenchRobot, TraceBenchRobotConfig
+from lerobot_policy_trace.episodes import EpisodeBatch
+
+if TYPE_CHECKING:
+    from lerobot_policy_trace.modeling_trace import TraceActPolicy, TraceDiffusionPolicy
 
 __all__ = [
+    "EpisodeBatch",
     "MemoryOptions",
     "TraceActConfig",
-    "TraceBenchEnv",
-    "TraceBenchRobot",
-    "TraceBenchRobotConfig",
+    "TraceActPolicy",
     "TraceDiffusionConfig",
+    "TraceDiffusionPolicy",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """The policies, when they are asked for: LeRobot imports this package for every command, and they are slow to import."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module("lerobot_policy_trace.modeling_trace"), name)

@@ -2,115 +2,130 @@
 keep their names and meaning; `--policy.memory.name=none` is the stock policy.
 """
 
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field
+from typing import Any
 
+import draccus
+from draccus.utils import DecodingError
 from lerobot.configs.policies import PreTrainedConfig
 from lerobot.policies.act.configuration_act import ACTConfig
 from lerobot.policies.diffusion.configuration_diffusion import DiffusionConfig
 
-from trace_memory.config import PRESETS, MemoryConfig
-from trace_memory.losses import AuxiliaryWeights
+from trace_errors import UsageError
+from trace_memory import config as memory_config
+from trace_memory.config import MemoryConfig, PaperOptions
 
 FAR = 1_000_000  # frames back: farther than any episode's first, to which LeRobot clamps it
-WAYS = ("tokens", "residual")
+ATTACH = ("tokens", "residual")
+RENAMED = memory_config.RENAMED | {  # names of version 0.1, and what stands in their place
+    "update_every": "is now period",
+    "budget": "is now history_frames",
+    "stride": "is now history_stride",
+    "grid": "is not an option any more: our form keeps 3 x 3 places, the paper's their mean",
+}
 
 
 @dataclass
 class MemoryOptions:
-    """Which memory, of which size, how it is trained and how it joins the policy. None keeps the preset's number."""
+    """Which memory a policy has, how large it is, how it is trained and how it joins the policy.
+
+    Args:
+        name: of the memory: trace, paper, or another that `tracemem params` lists; none is the stock policy.
+        width: of what is written and read.
+        hidden: width of the memory's inner layers.
+        attach: ACT only: `tokens` beside the encoder's, as in the paper, or a `residual` in them that is zero at the start.
+        period: control steps from one memory step to the next; more than 1 needs `tracemem train`.
+        history_frames: lerobot-train only: frames of history that a target sees: the first, a strided tail, the present one.
+        history_stride: lerobot-train only: frames between two of that tail.
+        lr: learning rate of the memory.
+        adapter_lr: learning rate of what joins it to the policy.
+        dropout: in the maps from signatures to keys.
+        velocity_channels: numbers of the state channels that are velocities: at rest they are zero.
+        paper: what the paper names, for its own form (name=paper).
+
+    Raises:
+        UsageError: a value makes no sense; the message names it.
+
+    Example:
+        >>> from lerobot_policy_trace import MemoryOptions, TraceActConfig
+        >>> config = TraceActConfig(memory=MemoryOptions(width=256, period=3))
+        >>> config.memory.config(channels=7).width
+        256
+    """
 
     name: str = "trace"
-    preset: str = "default"
-    attach: str = (
-        "tokens"  # ACT only: tokens beside the encoder's (the paper), or a residual that is nothing at the start
-    )
-    budget: int = 32  # frames of history a training target sees: the first, a strided tail, the current one
-    stride: int = 4  # frames between two of the tail
-    update_every: int = (
-        1  # control steps between two observations that the memory takes in; more needs `tracemem train`
-    )
-    grid: int | None = None  # what is seen is written as grid x grid places; None: 3, or 1 (their mean) in preset paper
-    lr: float = 1e-4  # of the memory
-    adapter_lr: float = 1e-4  # of what joins it to the policy
-    width: int | None = None
-    hidden: int | None = None
-    slots: int | None = None
-    depth: int | None = None
-    key: str | None = None
-    path: str | None = None
-    clock: str | None = None
-    rates: list[int] | None = None
-    fade: float | None = None
-    bound: float | None = None
-    gate: str | None = None
-    tau: float | None = None
-    identity: float | None = None
-    start: str | None = None
-    read_gain: float | None = None
-    dropout: float | None = None
-    anchor: bool | None = None
-    balance: float | None = None
-    entropy: float | None = None
-    consistency: float | None = None
+    width: int = 512
+    hidden: int = 512
+    attach: str = "tokens"
+    period: int = 1
+    history_frames: int = 32
+    history_stride: int = 4
+    lr: float = 1e-4
+    adapter_lr: float = 1e-4
+    dropout: float = 0.1
+    velocity_channels: list[int] = field(default_factory=list)
+    paper: PaperOptions = field(default_factory=PaperOptions)
 
     def __post_init__(self) -> None:
         """Refuses what makes no sense, by name."""
-        if self.preset not in PRESETS:
-            raise ValueError(f"memory.preset: got {self.preset!r}, expected one of {', '.join(PRESETS)}")
-        if self.attach not in WAYS:
-            raise ValueError(f"memory.attach: got {self.attach!r}, expected one of {', '.join(WAYS)}")
-        if self.budget < 2 or self.stride < 1:
-            raise ValueError(
-                f"memory.budget, memory.stride: got {self.budget}, {self.stride}, expected at least 2 and 1"
+        if self.attach not in ATTACH:
+            raise UsageError(f"memory.attach: got {self.attach!r}, expected one of {', '.join(ATTACH)}")
+        for name, least in (("history_frames", 2), ("history_stride", 1), ("period", 1)):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise UsageError(f"memory.{name}: got {value!r}, expected {least} or more")
+        channels = self.velocity_channels
+        if not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in channels):
+            raise UsageError(
+                f"memory.velocity_channels: got {channels!r}, expected a list of numbers of channels, 0 or more"
             )
-        if self.update_every < 1:
-            raise ValueError(f"memory.update_every: got {self.update_every}, expected at least 1")
-        if self.places < 1:
-            raise ValueError(f"memory.grid: got {self.grid}, expected at least 1")
-        if not all(isinstance(i, int) and i >= 0 for i in self.rates or ()):
-            raise ValueError(f"memory.rates: got {self.rates!r}, expected a list of numbers of channels, 0 or more")
-        self.config(channels=1 + max(self.rates or [0]))
+        self.config(channels=1 + max(channels, default=0))
 
     def config(self, channels: int) -> MemoryConfig:
-        """The memory's own configuration. Its content is [v, p], both as wide as the memory."""
-        chosen = {f.name for f in fields(MemoryConfig)} - {"channels", "content", "auxiliary"}
-        changes = {name: getattr(self, name) for name in chosen if getattr(self, name) is not None}
-        if self.rates is not None:
-            changes["rates"] = tuple(self.rates)
-        base = replace(PRESETS[self.preset], channels=channels, **changes)
-        losses = {name: getattr(self, name) for name in AuxiliaryWeights._fields if getattr(self, name) is not None}
-        return replace(base, content=2 * base.width, auxiliary=base.auxiliary._replace(**losses))
-
-    @property
-    def places(self) -> int:
-        """On a side of the grid in which things are seen; the paper pools them."""
-        return (1 if self.preset == "paper" else 3) if self.grid is None else self.grid
+        """The memory's own configuration for a state of so many channels. Its content is [v, p], both of its width."""
+        return MemoryConfig(
+            name=self.name,
+            channels=channels,
+            content=2 * self.width,
+            width=self.width,
+            hidden=self.hidden,
+            dropout=self.dropout,
+            velocity_channels=tuple(self.velocity_channels),
+            paper=self.paper,
+        )
 
     @property
     def history(self) -> list[int]:
-        """Frames a training target sees, relative to it: I_{L,r}(t) of the paper."""
-        return [-FAR, *(-self.stride * back for back in range(self.budget - 2, -1, -1))]
+        """Frames a target of lerobot-train sees, relative to it: I_{L,r}(t) of the paper."""
+        return [-FAR, *(-self.history_stride * back for back in range(self.history_frames - 2, -1, -1))]
 
 
-def check_rest(config: "TraceActConfig | TraceDiffusionConfig") -> None:
-    """Refuses numbers of actions at rest that make no sense."""
-    rest, most = config.rest_action_steps, config.n_action_steps
-    if rest is not None and not 1 <= rest <= most:
-        raise ValueError(f"rest_action_steps: got {rest}, expected 1 to {most} (n_action_steps), or none")
+def _decode(raw: Any, path: Any = ()) -> MemoryOptions:
+    """From a configuration file or the command line; names of version 0.1 are refused with the new one."""
+    for name in raw if isinstance(raw, dict) else ():
+        if name in RENAMED:
+            raise DecodingError(path, f"memory.{name} {RENAMED[name]} (CHANGELOG, 0.2)")
+    options: MemoryOptions = draccus.parsers.decoding.decode_dataclass(MemoryOptions, raw, path)
+    return options
+
+
+draccus.decode.register(MemoryOptions, _decode)
 
 
 @PreTrainedConfig.register_subclass("trace_act")
 @dataclass
 class TraceActConfig(ACTConfig):
-    """ACT with a memory."""
+    """ACT's configuration with a memory.
+
+    Args:
+        memory: which memory, and how it joins. All else is LeRobot's `ACTConfig`.
+
+    Example:
+        >>> from lerobot_policy_trace import MemoryOptions, TraceActConfig
+        >>> TraceActConfig(chunk_size=40, n_action_steps=10, memory=MemoryOptions(name="none")).observation_delta_indices
+    """
 
     memory: MemoryOptions = field(default_factory=MemoryOptions)
-    rest_action_steps: int | None = None  # actions carried out before it looks again while it rests; None: as always
-
-    def __post_init__(self) -> None:
-        """Checks what is ours."""
-        super().__post_init__()
-        check_rest(self)
 
     @property
     def observation_delta_indices(self) -> list[int] | None:
@@ -121,18 +136,21 @@ class TraceActConfig(ACTConfig):
 @PreTrainedConfig.register_subclass("trace_diffusion")
 @dataclass
 class TraceDiffusionConfig(DiffusionConfig):
-    """Diffusion Policy with a memory."""
+    """Diffusion Policy's configuration with a memory.
+
+    Args:
+        memory: which memory, and how it joins. All else is LeRobot's `DiffusionConfig`.
+
+    Example:
+        >>> from lerobot_policy_trace import TraceDiffusionConfig
+        >>> TraceDiffusionConfig(horizon=32, n_action_steps=8).memory.name
+        'trace'
+    """
 
     memory: MemoryOptions = field(default_factory=MemoryOptions)
-    rest_action_steps: int | None = None  # as ACT's
-
-    def __post_init__(self) -> None:
-        """Checks what is ours."""
-        super().__post_init__()
-        check_rest(self)
 
     @property
     def observation_delta_indices(self) -> list[int]:
         """The stock policy's earlier frames, then the history; the last entry is the current frame."""
-        stock = super().observation_delta_indices
+        stock: list[int] = super().observation_delta_indices
         return stock if self.memory.name == "none" else [*stock[:-1], *self.memory.history]

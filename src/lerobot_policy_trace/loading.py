@@ -1,18 +1,28 @@
 """A checkpoint from anyone is data, not a program. LeRobot makes any class that a processor file names; here both files are
 checked before it reads them. Steps, options and types are those that LeRobot and this plug-in write for the policies below.
+Weights that a seed draws need not be stored: a lean checkpoint has the seed in their place (docs/decisions/0022).
 """
 
+import contextlib
 import json
 from collections.abc import Callable, Iterator
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
+import torch
 from lerobot.configs import FeatureType, NormalizationMode, PreTrainedConfig
-from lerobot.policies.factory import make_pre_post_processors
-from safetensors import SafetensorError
+from lerobot.policies.factory import get_policy_class, make_pre_post_processors
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from trace_errors import CheckpointError
 
+WEIGHTS = "model.safetensors"
+SEED = "drawn_from_seed"  # in the metadata of a lean file
+SHOWN = "drawn."  # before the name of a weight that was left out
+FEW = 8  # numbers of such a weight that stay
 CONFIG, BEFORE, AFTER = "config.json", "policy_preprocessor.json", "policy_postprocessor.json"
 STOCK = {
     BEFORE: ("rename_observations_processor", "to_batch_processor", "device_processor", "normalizer_processor"),
@@ -89,6 +99,110 @@ def load_processors(config: Any, folder: Path, **options: Any) -> tuple[Any, Any
     except (ValueError, TypeError, LookupError, RuntimeError, OSError, SafetensorError) as error:
         reason = " ".join(str(error).split())[:300]
         raise CheckpointError(f"{folder}: its processors cannot be loaded. {reason}") from error
+
+
+def load_policy(folder: Path, device: str = "cpu", **options: Any) -> tuple[Any, Any, Any]:
+    """A trained policy of a folder that `save_pretrained` wrote, and its pre- and postprocessor, ready to act on a device.
+
+    Args:
+        folder: with config.json, model.safetensors and the processor files.
+        device: cpu or cuda.
+        options: fields of the configuration that shall have another value.
+
+    Returns:
+        The policy in evaluation mode, its preprocessor and its postprocessor.
+
+    Raises:
+        CheckpointError: a file is missing, damaged, or asks for what no policy of ours needs.
+
+    Example:
+        >>> from lerobot_policy_trace.loading import load_policy
+        >>> policy, before, after = load_policy("checkpoints/signal/trace")  # doctest: +SKIP
+    """
+    config = load_configuration(Path(folder), cli_overrides=[f"--device={device}"])
+    config.pretrained_backbone_weights = None  # they come from the checkpoint, not from the network
+    for name, value in options.items():
+        setattr(config, name, value)
+    with contextlib.redirect_stdout(StringIO()):  # LeRobot prints
+        try:
+            policy = get_policy_class(config.type).from_pretrained(folder, config=config, strict=True)
+        except RuntimeError as error:
+            raise CheckpointError(f"{folder}: its weights do not fit. {' '.join(str(error).split())[:300]}") from error
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"{Path(folder) / WEIGHTS}: not a whole safetensors file ({error})") from error
+        override = {"device_processor": {"device": device}}
+        pipelines = load_processors(config, Path(folder), preprocessor_overrides=override)
+    return policy, *pipelines
+
+
+def load_weights(policy: Any, file: str, load: Callable[..., Any], device: str) -> Any:
+    """A policy with the weights of a file: LeRobot's way (`load`), but for lean files and those of version 0.1."""
+    with safe_open(file, "pt") as content:
+        old = any(name.startswith("recall.") for name in content.keys())  # noqa: SIM118
+    if old:
+        raise CheckpointError(
+            f"{file}: recall.*: weights of version 0.1 (CHANGELOG, 0.2). Train anew, or use that version"
+        )
+    if not is_lean(file):
+        return load(policy, file, device)
+    put_back(policy, file)
+    return policy
+
+
+# -- weights that a seed draws ---------------------------------------------------------------------------------------------
+
+
+def draw(policy: Any, seed: int) -> dict[str, Tensor]:
+    """The weights with which a policy of this configuration begins, when its training has this seed."""
+    with torch.random.fork_rng([]):
+        torch.manual_seed(seed)
+        weights: dict[str, Tensor] = type(policy)(policy.config).state_dict()
+    return weights
+
+
+def few(x: Tensor) -> Tensor:
+    """Some of its numbers, from the first to the last."""
+    flat = x.detach().cpu().contiguous().flatten()
+    return flat[torch.linspace(0, len(flat) - 1, FEW).long()]
+
+
+def leave_out(policy: Any, seed: int, file: Path) -> int:
+    """Writes a policy's weights without those that are what the seed draws; returns how many numbers need not be stored."""
+    begun, kept, left = draw(policy, seed), dict[str, Tensor](), 0
+    for name, x in policy.state_dict().items():
+        x = x.detach().cpu().contiguous()
+        drawn = x.numel() > FEW and torch.equal(x, begun[name])
+        kept |= {f"{SHOWN}{name}": few(x)} if drawn else {name: x}
+        left += x.numel() if drawn else 0
+    save_file(kept, file, {SEED: str(seed), "format": "pt"})
+    return left
+
+
+def is_lean(file: str | Path) -> bool:
+    """Whether a file of weights has some left out."""
+    with safe_open(file, "pt") as content:
+        return SEED in (content.metadata() or {})
+
+
+def put_back(policy: Any, file: str | Path) -> None:
+    """Gives a policy the weights of a lean file, with those left out drawn again. Another version of PyTorch may draw
+    others: then a CheckpointError, and the policy is as it was.
+    """
+    with safe_open(file, "pt") as content:
+        seed = int(content.metadata()[SEED])
+    stored = load_file(file)
+    shown = {name.removeprefix(SHOWN): stored.pop(name) for name in list(stored) if name.startswith(SHOWN)}
+    begun = draw(policy, seed) if shown else {}
+    for name, x in shown.items():
+        if name not in begun or not torch.allclose(few(begun[name]), x, atol=1e-6):
+            raise CheckpointError(
+                f"{file}: {name} was left out because seed {seed} draws it, but PyTorch {torch.__version__} draws other "
+                "numbers here. Train the policy anew: the run.json beside it has the recipe"
+            )
+    policy.load_state_dict(stored | {name: begun[name] for name in shown})
+
+
+# -- processor files -------------------------------------------------------------------------------------------------------
 
 
 def check_processors(policy: str, folder: Path) -> None:

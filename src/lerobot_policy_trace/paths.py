@@ -1,5 +1,6 @@
-"""The robot's state path of every episode of a dataset, found by a frame's number. A training batch shows a few frames of
-its past; the signatures need all of it, and it is small: one row of numbers a frame, read once from the parquet files.
+"""The robot's state path of every episode of a dataset, found by a frame's number: the one reader of states. A training
+batch shows a few frames of its past; the signatures need all of it, and it is small: one row of numbers a frame, read once
+from the parquet files.
 """
 
 import hashlib
@@ -11,9 +12,7 @@ import torch
 from lerobot.utils.constants import OBS_STATE
 from torch import Tensor
 
-
-class DatasetError(ValueError):
-    """A dataset that a memory cannot be trained on; the message names what is wrong where."""
+from trace_errors import DatasetError
 
 
 class Paths:

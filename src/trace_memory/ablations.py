@@ -1,18 +1,21 @@
-"""TRACE with one part taken away, each a class of its own (paper, table of ablations). "No auxiliary losses" is TRACE
-itself trained with AuxiliaryWeights() of zero, and has no class.
+"""TRACE with one part taken away (paper, table of ablations): our form with another part in its place, or a memory of its
+own where slots are gone.
 """
 
-from typing import Any
+from dataclasses import replace
+from typing import Self
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from trace_memory.keys import Keys
-from trace_memory.memory import Memory, MemoryState, Readout, TraceMemory, Track
+from trace_memory.config import MemoryConfig
+from trace_memory.keys import MLP, Keys, NormalisedKeys
+from trace_memory.memory import Memory, MemoryState, PathFeatures, Readout
 from trace_memory.normalise import Normaliser
 from trace_memory.signature import Signature
-from trace_memory.slots import Slots
+from trace_memory.slots import Read, Route
+from trace_memory.trace import BOUND, DEPTH, FADE, PaperTraceMemory, PathMemory, TraceMemory
 
 
 class CurrentObservation(Memory):
@@ -23,56 +26,79 @@ class CurrentObservation(Memory):
         self.map = nn.Linear(content, width)
 
     def _run(
-        self, state: MemoryState, contents: Tensor, track: Track | None, valid: Tensor
+        self, state: MemoryState, contents: Tensor, path: PathFeatures | None, valid: Tensor
     ) -> tuple[dict[str, Tensor], Readout]:
         return {}, self._empty(self.map(contents))
 
 
-class SignatureOnly(TraceMemory):
+class SignatureOnly(PathMemory):
     """The trajectory key alone: where the robot has been, nothing of what it saw."""
 
     def __init__(self, normaliser: Normaliser, signature: Signature, keys: Keys, *, content: int):
-        Memory.__init__(self, content=content, channels=signature.channels, width=keys.width)
-        self.normaliser, self.signature, self.keys = normaliser, signature, keys
+        super().__init__(normaliser, signature, content=content, width=keys.width)
+        self.keys = keys
 
-    @property
-    def cell_shapes(self) -> dict[str, tuple[int, ...]]:
-        """The path's last point and signature."""
-        return {"point": (self.channels,), "xi": (self.signature.state_dim,)}
+    @classmethod
+    def from_config(cls, config: MemoryConfig) -> Self:
+        """Keys of our form without an anchor, which was seen."""
+        signature = Signature(config.channels, DEPTH, FADE)
+        keys = NormalisedKeys(signature.dim, config.width, config.hidden, dropout=config.dropout)
+        normaliser = Normaliser(config.channels, signature.dim, BOUND, config.velocity_channels)
+        return cls(normaliser, signature, keys, content=config.content)
 
     def _run(
-        self, state: MemoryState, contents: Tensor, track: Track | None, valid: Tensor
+        self, state: MemoryState, contents: Tensor, path: PathFeatures | None, valid: Tensor
     ) -> tuple[dict[str, Tensor], Readout]:
-        assert track is not None
-        key = self.keys(self.normaliser.xi(track.xi), self.normaliser.delta(track.delta))
+        assert path is not None
+        key = self.keys(self.normaliser.xi(path.xi), self.normaliser.delta(path.delta))
         return {}, self._empty(torch.zeros_like(key.g))._replace(g=key.g, dg=key.dg)
 
-    _once = Memory._once  # not TRACE's: there are no slots
 
-
-class UnroutedSlots(Slots):
+class EvenRoute(Route):
     """Every write goes to all slots alike."""
 
-    def route(self, route: Float[Tensor, "B d"], m_bar: Float[Tensor, "B K d"]) -> Float[Tensor, "B K"]:
+    def forward(self, route: Float[Tensor, "B d"], m_bar: Float[Tensor, "B K d"]) -> Float[Tensor, "B K"]:
         """omega = 1/K."""
-        return torch.full_like(m_bar[..., 0], 1 / self.count)
+        return torch.full_like(m_bar[..., 0], 1 / m_bar.shape[-2])
 
 
-class MeanReadSlots(Slots):
+class MeanRead(Read):
     """Every slot is read alike."""
 
-    def read_weights(self, query: Float[Tensor, "*n d"], m: Float[Tensor, "*n K d"]) -> Float[Tensor, "*n K"]:
+    def forward(self, query: Float[Tensor, "*n d"], m_bar: Float[Tensor, "*n K d"]) -> Float[Tensor, "*n K"]:
         """alpha = 1/K."""
-        return torch.full_like(m[..., 0], 1 / self.count)
+        return torch.full_like(m_bar[..., 0], 1 / m_bar.shape[-2])
 
 
-class NoDeltaKeys(Keys):
-    """The key knows where the path has led, not which way it is going."""
+class NoDelta(nn.Module):
+    """In the place of phi_delta: the key knows where the path has led, not which way it is going."""
 
-    def __init__(self, signature_dim: int, width: int, hidden: int, **options: Any):
-        super().__init__(signature_dim, width, hidden, **options)
-        del self.phi_delta
+    def __init__(self, inputs: int, hidden: int, outputs: int, dropout: float = 0.0):
+        super().__init__()
+        MLP(inputs, hidden, outputs, dropout)  # drawn and dropped, so that all other maps start as TRACE's do
+        self.width = outputs
 
-    def embed_delta(self, delta: Float[Tensor, "*n D"]) -> Float[Tensor, "*n d"]:
+    def forward(self, delta: Float[Tensor, "*n D"]) -> Float[Tensor, "*n d"]:
         """dg = 0."""
         return delta.new_zeros(*delta.shape[:-1], self.width)
+
+
+def unrouted(config: MemoryConfig) -> TraceMemory:
+    """TRACE whose writes go to all slots alike."""
+    return TraceMemory.made_of(config, route=EvenRoute())
+
+
+def mean_read(config: MemoryConfig) -> TraceMemory:
+    """TRACE whose slots are read alike."""
+    return TraceMemory.made_of(config, read=MeanRead())
+
+
+def no_delta(config: MemoryConfig) -> TraceMemory:
+    """TRACE whose key has no dg."""
+    return TraceMemory.made_of(config, delta=NoDelta)
+
+
+def no_auxiliary(config: MemoryConfig) -> PaperTraceMemory:
+    """The paper's form, trained without its three losses."""
+    paper = replace(config.paper, balance=0.0, entropy=0.0, consistency=0.0)
+    return PaperTraceMemory.from_config(replace(config, paper=paper))

@@ -2,8 +2,7 @@
 The policies themselves are not known here.
 """
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Float
@@ -14,7 +13,20 @@ from trace_memory.memory import Readout
 
 
 class RegressionAdapter(nn.Module):
-    """W_M maps each slot to a token; [z, g, dg] becomes one summary token. Tokens join the policy's attention memory."""
+    """W_M maps each slot to a token; [z, g, dg] becomes one summary token. Tokens join the policy's attention memory.
+
+    Args:
+        width: of the readout.
+        token: of a token.
+
+    Example:
+        >>> import torch
+        >>> from trace_memory import MemoryConfig, RegressionAdapter, build
+        >>> memory = build(MemoryConfig(channels=7, content=64, width=32, hidden=32))
+        >>> _, readout = memory.step(memory.init(1), torch.zeros(1, 64), torch.zeros(1, 7))
+        >>> tuple(RegressionAdapter(32, 128)(readout).shape)
+        (1, 5, 128)
+    """
 
     def __init__(self, width: int, token: int):
         super().__init__()
@@ -30,6 +42,20 @@ class RegressionAdapter(nn.Module):
 class ResidualAdapter(nn.Module):
     """For policies that are trained already: features attend to the memory's tokens, and what they find is added. The last
     map starts at zero, so that at first nothing is.
+
+    Args:
+        width: of the readout.
+        token: of a feature.
+        heads: of the attention.
+
+    Example:
+        >>> import torch
+        >>> from trace_memory import MemoryConfig, ResidualAdapter, build
+        >>> memory = build(MemoryConfig(channels=7, content=64, width=32, hidden=32))
+        >>> _, readout = memory.step(memory.init(1), torch.zeros(1, 64), torch.zeros(1, 7))
+        >>> features = torch.randn(1, 10, 128)
+        >>> bool((ResidualAdapter(32, 128)(features, readout) == features).all())
+        True
     """
 
     def __init__(self, width: int, token: int, heads: int = 8):
@@ -70,32 +96,28 @@ class FeatureModulation(nn.Module):
         return Modulation(*self.map(summary).chunk(2, dim=-1))
 
 
-class DiffusionAdapter(nn.Module):
-    """[read-weighted pool of the slots, z, g, dg] through an MLP whose last layer starts at zero: a vector that is appended
-    to the policy's global condition. Each of the policy's maps of the condition gets `columns` of its own for it.
+class ConditionAdapter(nn.Module):
+    """For diffusion policies: [read-weighted pool of the slots, z, g, dg] through an MLP to one condition vector. Each block
+    of the policy has columns of its own for it, which start at zero; they belong to the policy.
+
+    Args:
+        width: of the readout.
+        hidden: of the MLP.
+
+    Example:
+        >>> import torch
+        >>> from trace_memory import ConditionAdapter, MemoryConfig, build
+        >>> memory = build(MemoryConfig(channels=7, content=64, width=32, hidden=32))
+        >>> _, readout = memory.step(memory.init(1), torch.zeros(1, 64), torch.zeros(1, 7))
+        >>> tuple(ConditionAdapter(32, 48)(readout).shape)
+        (1, 32)
     """
 
-    said: Tensor  # what the policy's maps are given of it, while they compute
-
-    def __init__(self, width: int, hidden: int, maps: Sequence[int]):
+    def __init__(self, width: int, hidden: int):
         super().__init__()
-        self.width = width
         self.map = MLP(4 * width, hidden, width)
-        nn.init.zeros_(self.map.last.weight)
-        nn.init.zeros_(self.map.last.bias)
-        self.columns = nn.ModuleList(nn.Linear(width, out, bias=False) for out in maps)
-
-    def _load_from_state_dict(self, state: dict[str, Tensor], prefix: str, *rest: Any) -> None:
-        """Refuses weights of the adapter that was added to the condition, whatever `strict` says."""
-        if f"{prefix}map.last.weight" in state and f"{prefix}columns.0.weight" not in state:
-            errors: list[str] = rest[-1]
-            errors.append(
-                f"{prefix}columns: none there, expected {len(self.columns)}: weights of an adapter whose vector was added "
-                "to the condition, not appended (CHANGELOG). Train anew, or use the version that made them"
-            )
-        super()._load_from_state_dict(state, prefix, *rest)
 
     def forward(self, readout: Readout) -> Float[Tensor, "*n width"]:
-        """The vector to append."""
+        """The condition vector. Eq. (adapter_interface)"""
         pool = (readout.alpha[..., None] * readout.slots).sum(-2)
         return self.map(torch.cat([pool, readout.z, readout.g, readout.dg], dim=-1))

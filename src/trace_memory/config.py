@@ -1,183 +1,182 @@
-"""Numbers for memories: one frozen configuration, the presets, and the builder that turns a name and numbers into modules.
-Modules never see a configuration.
+"""The numbers a memory is made from (`MemoryConfig`, `PaperOptions`), and `build`, which makes it. Imports no torch: options
+are checked before anything heavy is loaded. Modules never see a configuration; `from_config` hands them plain numbers.
 """
 
 import difflib
 import math
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import nn
+from trace_errors import UsageError
+from trace_memory.registry import METHODS
 
-from trace_memory import ablations, rivals
-from trace_memory.gates import ClosingGate, Gate, ScalarGate
-from trace_memory.keys import Keys
-from trace_memory.losses import AuxiliaryWeights
-from trace_memory.memory import Memory, TraceMemory
-from trace_memory.normalise import Normaliser
-from trace_memory.signature import LogSignature, Signature
-from trace_memory.slots import Slots
+if TYPE_CHECKING:
+    import trace_memory.memory
 
-NO_AUXILIARY = AuxiliaryWeights()
-SLOT_SHARE = 0.3  # of the slots' own columns at the start. The paper is silent; docs/decisions/0003
-SIGNATURES: dict[str, type[Signature]] = {"signature": Signature, "logsignature": LogSignature}
-GATES: dict[str, Callable[[], Gate]] = {
-    "closing": ClosingGate,
-    "channel": lambda: ClosingGate(margin=0.0),
-    "scalar": ScalarGate,
+PAPER_FORMS = ("paper", "no-auxiliary")  # memories that read PaperOptions
+
+FIXED = "is not an option any more: our form (name 'trace') and the paper's (name 'paper') each fix it"
+RENAMED = {  # options of version 0.1, and what stands in their place
+    "rates": "is now velocity_channels",
+    "auxiliary": "is now paper.balance, paper.entropy and paper.consistency",
+    "key": "is now paper.log_signature",
+    **{name: f"is now paper.{name}, of the paper's form only" for name in ("slots", "depth", "tau", "identity")},
+    **{name: f"is now paper.{name}" for name in ("balance", "entropy", "consistency")},
+    "anchor": "is now paper.anchor, of the paper's form only; our form always has it",
+    **dict.fromkeys(("path", "clock", "fade", "bound", "gate", "start", "read_gain", "preset"), FIXED),
 }
+
+
+def nearest(word: object, known: Iterable[str]) -> str:
+    """ "did you mean 'x'?", or the list of what is known."""
+    words = list(known)
+    near = difflib.get_close_matches(str(word), words, n=1)
+    return f"did you mean {near[0]!r}?" if near else f"expected one of {', '.join(words)}"
+
+
+def _whole(where: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise UsageError(f"{where}: {value!r}, expected a whole number, 1 or more")
+
+
+def _number(where: str, value: Any, *, zero: bool = False) -> None:
+    number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    if not number or value < 0 or (value == 0 and not zero):
+        raise UsageError(f"{where}: {value!r}, expected a {'number of 0 or more' if zero else 'positive number'}")
+
+
+def _flag(where: str, value: Any) -> None:
+    if not isinstance(value, bool):
+        raise UsageError(f"{where}: {value!r}, expected true or false")
+
+
+@dataclass(frozen=True)
+class PaperOptions:
+    """What the paper lets one choose. For the paper's form only (`paper`, and `no-auxiliary`, which ignores the losses).
+
+    Args:
+        slots: K, how many slots there are.
+        depth: p, of the signature.
+        log_signature: keys are log-signatures.
+        tau: temperature of the routing softmax.
+        identity: lambda_eta, how much of the slot identities is added to slots.
+        anchor: the first frame's content is appended to the key.
+        balance: lambda_bal, weight of the balance loss.
+        entropy: lambda_ent, weight of the entropy loss.
+        consistency: lambda_cons, weight of the consistency loss.
+
+    Raises:
+        UsageError: a value makes no sense; the message names it.
+
+    Example:
+        >>> from trace_memory import MemoryConfig, PaperOptions, build
+        >>> config = MemoryConfig(name="paper", width=32, hidden=32, paper=PaperOptions(slots=6))
+        >>> build(config).slots.count
+        6
+    """
+
+    slots: int = 4
+    depth: int = 3
+    log_signature: bool = False
+    tau: float = 1.0
+    identity: float = 0.5
+    anchor: bool = False
+    balance: float = 0.05
+    entropy: float = 0.01
+    consistency: float = 0.002
+
+    def __post_init__(self) -> None:
+        for name in ("slots", "depth"):
+            _whole(f"memory paper.{name}", getattr(self, name))
+        for name in ("log_signature", "anchor"):
+            _flag(f"memory paper.{name}", getattr(self, name))
+        _number("memory paper.tau", self.tau)
+        for name in ("identity", "balance", "entropy", "consistency"):
+            _number(f"memory paper.{name}", getattr(self, name), zero=True)
 
 
 @dataclass(frozen=True)
 class MemoryConfig:
-    """Everything that decides a memory's shape and behaviour. `content` is the width of e_t = [v, p]."""
+    """Everything that decides a memory's shape and behaviour.
+
+    Args:
+        name: which memory, one of `METHODS`.
+        channels: width of a robot state, d_s.
+        content: width of what is seen in a step, e_t = [v, p].
+        width: d, of slots, keys and readouts.
+        hidden: of the maps' hidden layers.
+        dropout: in the maps from signatures to keys.
+        velocity_channels: channels of the state that are velocities: a robot at rest has zero there.
+        paper: options of the paper's form.
+
+    Raises:
+        UsageError: a value makes no sense; the message names it.
+
+    Example:
+        >>> from trace_memory import MemoryConfig, build
+        >>> memory = build(MemoryConfig(name="trace", channels=7, content=64, width=32, hidden=32))
+        >>> memory.state_bytes
+        2420
+    """
 
     name: str = "trace"
-    channels: int = 17  # d_s
+    channels: int = 17
     content: int = 1024
-    width: int = 512  # d
+    width: int = 512
     hidden: int = 512
-    slots: int = 4  # K
-    depth: int = 3  # p
-    key: str = "signature"  # or "logsignature"
-    path: str = "mixes"  # the key is also written and told, as in the paper; "writes": not told; "routes": neither
-    clock: str = "time"  # every step is a write, as in the paper; or "path": only way made is, not waiting
-    rates: tuple[int, ...] = ()  # channels that are velocities, for the path's clock: at rest they are zero
-    fade: float = 32.0  # path length over which the key forgets, in standardised units
-    bound: float = 10.0  # of standardised keys, whose embeddings and routes are then level; inf: as large as they come
-    gate: str = "closing"  # or "channel", "scalar": see gates.py
-    tau: float = 1.0
-    identity: float = 0.5  # lambda_eta
-    start: str = "content"  # or "pytorch", which draws gate and W_V plainly too
-    read_gain: float = 5.0  # of W_V at the start
     dropout: float = 0.1
-    anchor: bool = False  # append the first frame's content to the key
-    auxiliary: AuxiliaryWeights = NO_AUXILIARY
+    velocity_channels: tuple[int, ...] = ()
+    paper: PaperOptions = field(default_factory=PaperOptions)
 
     def __post_init__(self) -> None:
-        """Refuses impossible numbers and unknown words by name; the ablation without auxiliary losses has none."""
-        if self.name == "no-auxiliary":
-            object.__setattr__(self, "auxiliary", NO_AUXILIARY)
-        words = {"key": list(SIGNATURES), "gate": list(GATES), "start": ["content", "pytorch"]}
-        words |= {"path": ["routes", "writes", "mixes"], "clock": ["path", "time"], "name": list(MEMORIES)}
-        for field, known in words.items():
-            value = getattr(self, field)
-            if value not in known:
-                near = difflib.get_close_matches(str(value), known, n=1)
-                hint = f"did you mean {near[0]!r}?" if near else f"expected one of {', '.join(known)}"
-                raise ValueError(f"memory {field}: {value!r} is not known; {hint}")
-        if any(isinstance(i, bool) or not isinstance(i, int) or not 0 <= i < self.channels for i in self.rates):
-            raise ValueError(f"memory rates: {self.rates!r}, expected numbers of channels, 0 to {self.channels - 1}")
-        for field in ("channels", "content", "width", "hidden", "slots", "depth", "fade", "bound", "tau", "read_gain"):
-            value = getattr(self, field)
-            if isinstance(value, str) or not value > 0:
-                raise ValueError(f"memory {field}: {value!r}, expected a positive number")
+        if self.name not in METHODS:
+            raise UsageError(f"memory name: {self.name!r} is not known; {nearest(self.name, METHODS)}")
+        for name in ("channels", "content", "width", "hidden"):
+            _whole(f"memory {name}", getattr(self, name))
+        _number("memory dropout", self.dropout, zero=True)
+        if self.dropout >= 1:
+            raise UsageError(f"memory dropout: {self.dropout!r}, expected less than 1")
+        good = isinstance(self.velocity_channels, tuple) and all(
+            isinstance(i, int) and not isinstance(i, bool) and 0 <= i < self.channels for i in self.velocity_channels
+        )
+        if not good:
+            raise UsageError(
+                f"memory velocity_channels: {self.velocity_channels!r}, expected a tuple of numbers of channels, "
+                f"0 to {self.channels - 1}"
+            )
+        if not isinstance(self.paper, PaperOptions):
+            raise UsageError(f"memory paper: {self.paper!r}, expected PaperOptions")
+        if self.paper != PaperOptions() and self.name not in PAPER_FORMS:
+            raise UsageError(
+                f"memory paper: has options for memory {self.name!r}, expected them with {' or '.join(PAPER_FORMS)} only"
+            )
 
-    def to_dict(self) -> dict[str, object]:
-        """For JSON, which has no infinity: that becomes the word "inf"."""
-        values = asdict(self) | {"auxiliary": self.auxiliary._asdict()}
-        return {n: "inf" if v == math.inf else v for n, v in values.items()}
+    def to_dict(self) -> dict[str, Any]:
+        """The same as plain values, for JSON.
 
-
-def _signature(c: MemoryConfig) -> Signature:
-    return SIGNATURES[c.key](c.channels, c.depth, c.fade)
-
-
-def _keys(c: MemoryConfig, signature: Signature, kind: type[Keys]) -> Keys:
-    anchor = c.content if c.anchor else 0
-    return kind(signature.dim, c.width, c.hidden, anchor=anchor, dropout=c.dropout, level=c.bound < math.inf)
+        Returns:
+            What `trace_memory.checkpoint.config_from_dict` reads.
+        """
+        return asdict(self) | {"velocity_channels": list(self.velocity_channels)}
 
 
-def _gate(c: MemoryConfig) -> Gate:
-    return GATES[c.gate]()
+def build(config: MemoryConfig) -> "trace_memory.memory.Memory":
+    """Makes the memory that a configuration names, with weights drawn from torch's random numbers.
 
+    Args:
+        config: which memory, of which size.
 
-@torch.no_grad()
-def _content_first(slots: Slots) -> None:
-    """What is written starts as what is seen, and the slots' own columns start small, so that the recurrence is calm.
+    Returns:
+        A new memory, in training mode.
 
-    Where the path mixes with it, the columns of g and dg in phi_w and the rho columns of phi_m and phi_beta start at zero:
-    keys vary with every wiggle of the path, and drown the cue. An anchor was seen, and starts as what is seen does.
+    Example:
+        >>> import torch
+        >>> from trace_memory import MemoryConfig, build
+        >>> memory = build(MemoryConfig(channels=7, content=64, width=32, hidden=32))
+        >>> state, readout = memory.step(memory.init(1), torch.zeros(1, 64), torch.zeros(1, 7))
+        >>> tuple(readout.slots.shape)
+        (1, 4, 32)
     """
-    content = slots.phi_w.first.in_features - slots.q
-    slots.phi_w.first.weight[:, content : content + slots.q - slots.anchor] = 0.0
-    for phi in (slots.phi_m, slots.phi_beta):
-        phi.first.weight[:, : slots.width] *= SLOT_SHARE
-        phi.first.weight[:, 2 * slots.width :] = 0.0
-
-
-def _as_pytorch(module: nn.Module) -> None:
-    """Every linear map as PyTorch draws it."""
-    for layer in module.modules():
-        if isinstance(layer, nn.Linear):
-            layer.reset_parameters()
-
-
-def _trace(slots: type[Slots] = Slots, keys: type[Keys] = Keys) -> Callable[[MemoryConfig], Memory]:
-    def build_trace(c: MemoryConfig) -> Memory:
-        signature = _signature(c)
-        key = _keys(c, signature, keys)
-        q = 2 * c.width + key.anchor
-        bank = slots(
-            c.slots, c.width, c.hidden, c.content, q, _gate(c), tau=c.tau, identity=c.identity, read_gain=c.read_gain,
-            mixes=c.path != "routes", level=key.level,
-        )  # fmt: skip
-        normaliser = Normaliser(c.channels, signature.dim, c.bound, c.rates)
-        if c.start == "pytorch":
-            _as_pytorch(key)
-            _as_pytorch(bank)
-        else:
-            _content_first(bank)
-        timed, tells = c.clock == "time", c.path == "mixes"
-        return TraceMemory(normaliser, signature, key, bank, content=c.content, timed=timed, tells=tells)
-
-    return build_trace
-
-
-def _signature_only(c: MemoryConfig) -> Memory:
-    signature = _signature(c)
-    normaliser = Normaliser(c.channels, signature.dim, c.bound, c.rates)
-    keys = _keys(replace(c, anchor=False), signature, Keys)
-    if c.start == "pytorch":
-        _as_pytorch(keys)
-    return ablations.SignatureOnly(normaliser, signature, keys, content=c.content)
-
-
-def _plain(kind: Callable[..., Memory]) -> Callable[[MemoryConfig], Memory]:
-    return lambda c: kind(content=c.content, channels=c.channels, width=c.width)
-
-
-MEMORIES: dict[str, Callable[[MemoryConfig], Memory]] = {
-    "trace": _trace(),
-    "none": _plain(rivals.NoMemory),
-    "gru": _plain(rivals.GRUMemory),
-    "transformer": _plain(rivals.TransformerContext),
-    "lru": _plain(rivals.LRUMemory),
-    "retrieval": _plain(rivals.RetrievalPrompt),
-    "current": _plain(ablations.CurrentObservation),
-    "signature-only": _signature_only,
-    "unrouted": _trace(slots=ablations.UnroutedSlots),
-    "no-delta": _trace(keys=ablations.NoDeltaKeys),
-    "mean-read": _trace(slots=ablations.MeanReadSlots),
-    "no-auxiliary": _trace(),
-}
-
-
-PRESETS: dict[str, MemoryConfig] = {
-    "default": MemoryConfig(),
-    "paper": MemoryConfig(
-        gate="scalar",
-        start="pytorch",
-        read_gain=1.0,
-        fade=math.inf,
-        bound=math.inf,
-        auxiliary=AuxiliaryWeights(0.05, 0.01, 0.002),
-    ),
-    "tiny": MemoryConfig(width=64, hidden=64, content=128),
-}
-
-
-def build(config: MemoryConfig) -> Memory:
-    """The memory a configuration names."""
-    return MEMORIES[config.name](config)
+    made: trace_memory.memory.Memory = METHODS[config.name].load()(config)
+    return made

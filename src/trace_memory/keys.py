@@ -1,6 +1,7 @@
 """From signatures to addresses: g, dg and the routing state rho. What is stored under an address is not known here."""
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float
@@ -42,32 +43,41 @@ class MLP(nn.Module):
 
 
 class Keys(nn.Module):
-    """phi_g, phi_delta and phi_rho. `anchor` is the width of a first-frame feature appended to q (0: none).
-
-    Where keys are `level`, g and dg end with a normalisation without weights: a signature has thousands of coordinates, and
-    a small change of every weight is a large one of their sum.
+    """phi_g, phi_delta and phi_rho, as the paper has them. `anchor` is the width of a first-frame content appended to q
+    (0: none); `delta` makes phi_delta.
     """
 
     def __init__(
-        self, signature_dim: int, width: int, hidden: int, *, anchor: int = 0, dropout: float = 0.1, level: bool = True
+        self,
+        signature_dim: int,
+        width: int,
+        hidden: int,
+        *,
+        anchor: int = 0,
+        dropout: float = 0.1,
+        delta: Callable[[int, int, int, float], nn.Module] = MLP,
     ):
         super().__init__()
-        self.width, self.anchor, self.level = width, anchor, level
+        self.width, self.anchor = width, anchor
         self.phi_g = MLP(signature_dim, hidden, width, dropout)
-        self.phi_delta = MLP(signature_dim, hidden, width, dropout)
+        self.phi_delta = delta(signature_dim, hidden, width, dropout)
         self.phi_rho = MLP(2 * width + anchor, hidden, width)
+        self.norm: nn.Module = nn.Identity()
 
     def forward(
         self, xi: Float[Tensor, "*n D"], delta: Float[Tensor, "*n D"], anchor: Float[Tensor, "*n a"] | None = None
     ) -> Key:
         """Standardised signature and increment to the key. Eq. (delta_signature), Eq. (trajectory_key)."""
-        g, dg = self._levelled(self.phi_g(xi)), self._levelled(self.embed_delta(delta))
+        g, dg = self.norm(self.phi_g(xi)), self.norm(self.phi_delta(delta))
         q = torch.cat([g, dg] if anchor is None else [g, dg, anchor], dim=-1)
         return Key(g, dg, q, self.phi_rho(q))
 
-    def embed_delta(self, delta: Float[Tensor, "*n D"]) -> Float[Tensor, "*n d"]:
-        """dg = phi_delta(delta)."""
-        return self.phi_delta(delta)
 
-    def _levelled(self, x: Float[Tensor, "*n d"]) -> Float[Tensor, "*n d"]:
-        return F.layer_norm(x, x.shape[-1:]) if self.level else x
+class NormalisedKeys(Keys):
+    """Keys whose g and dg are normalised, without weights: a signature has thousands of coordinates, and a small change of
+    every weight is a large one of their sum.
+    """
+
+    def __init__(self, signature_dim: int, width: int, hidden: int, **options: Any):
+        super().__init__(signature_dim, width, hidden, **options)
+        self.norm = nn.LayerNorm(width, elementwise_affine=False)

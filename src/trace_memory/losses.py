@@ -1,21 +1,12 @@
 """The auxiliary losses of Eq. (memory_regularizers): balance, entropy, consistency. Means run over valid steps only."""
 
 import math
-from typing import NamedTuple
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from trace_memory.memory import Readout
-
-
-class AuxiliaryWeights(NamedTuple):
-    """lambda_bal, lambda_ent, lambda_cons. The authors' values differ by task: 0.01-0.1, 0-0.02, 0-0.005."""
-
-    balance: float = 0.0
-    entropy: float = 0.0
-    consistency: float = 0.0
+from trace_memory.memory import AuxiliaryWeights, Readout
 
 
 def balance_loss(omega: Float[Tensor, "*n K"], valid: Bool[Tensor, "*n"]) -> Float[Tensor, ""]:
@@ -43,7 +34,23 @@ def consistency_loss(
 
 
 def auxiliary_losses(readout: Readout, valid: Bool[Tensor, "*n"]) -> dict[str, Float[Tensor, ""]]:
-    """All three by name; empty for a memory that does not route."""
+    """All three, unweighted, by name.
+
+    Args:
+        readout: of a scan.
+        valid: which of its steps are real.
+
+    Returns:
+        "balance", "entropy" and "consistency"; empty for a memory that does not route.
+
+    Example:
+        >>> import torch
+        >>> from trace_memory import MemoryConfig, auxiliary_losses, build
+        >>> memory = build(MemoryConfig(name="paper", channels=7, content=64, width=32, hidden=32))
+        >>> _, readouts = memory.scan(torch.zeros(2, 5, 64), torch.zeros(2, 5, 7))
+        >>> sorted(auxiliary_losses(readouts, torch.ones(2, 5, dtype=torch.bool)))
+        ['balance', 'consistency', 'entropy']
+    """
     if readout.routing is None:
         return {}
     return {

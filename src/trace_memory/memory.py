@@ -1,31 +1,56 @@
-"""What every memory is (`Memory`: init, step, scan, reset), what it keeps (`MemoryState`), what it gives (`Readout`), and
-TRACE itself. A memory is a pure function of state and input: a step that raises leaves everything as it was. Rival memories
-are in rivals.py, ablations of TRACE in ablations.py, files of states in checkpoint.py.
+"""What every memory is (`Memory`: init, step, scan, scan_at, reset), what it keeps (`MemoryState`) and what it gives
+(`Readout`). A memory is a pure function of state and input: a step that raises leaves everything as it was. TRACE is in
+trace.py, its ablations in ablations.py, other memories in baselines.py, files of states in checkpoint.py.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from trace_memory.keys import Key, Keys
-from trace_memory.normalise import Normaliser
-from trace_memory.signature import Signature, SignatureState, displacements
-from trace_memory.slots import Slots
+from trace_errors import ObservationError, UsageError
+from trace_memory.config import MemoryConfig
 
 
-class MemoryInputError(ValueError):
-    """An input was refused; the message names the field, what came and what was expected."""
+class AuxiliaryWeights(NamedTuple):
+    """Weights of the paper's auxiliary losses. The authors' values differ by task: 0.01-0.1, 0-0.02, 0-0.005.
+
+    Args:
+        balance: lambda_bal.
+        entropy: lambda_ent.
+        consistency: lambda_cons.
+
+    Example:
+        >>> from trace_memory import MemoryConfig, build
+        >>> build(MemoryConfig(name="paper", content=64, width=32, hidden=32)).auxiliary
+        AuxiliaryWeights(balance=0.05, entropy=0.01, consistency=0.002)
+    """
+
+    balance: float = 0.0
+    entropy: float = 0.0
+    consistency: float = 0.0
 
 
 class MemoryState(NamedTuple):
-    """A plain value, one row an episode, all tensors batch first. A row of zeros is an episode that has not begun."""
+    """What a memory keeps from step to step: a plain value, one row an episode, all tensors batch first. A row of zeros is
+    an episode that has not begun.
+
+    Args:
+        steps: (B,) int64, how many steps each row has taken.
+        tensors: everything else, by name; `Memory.shapes` tells their shapes.
+
+    Example:
+        >>> from trace_memory import MemoryConfig, build
+        >>> state = build(MemoryConfig(name="gru", content=64, width=32)).init(2)
+        >>> tuple(state.tensors["hidden"].shape)
+        (2, 32)
+    """
 
     steps: Int[Tensor, " B"]
-    cells: dict[str, Tensor]
+    tensors: dict[str, Tensor]
 
 
 class Routing(NamedTuple):
@@ -37,7 +62,25 @@ class Routing(NamedTuple):
 
 
 class Readout(NamedTuple):
-    """R_t of Eq. (trace_interface), and the read weights. Memories without slots or keys leave those empty or zero."""
+    """What a policy gets from a memory, R_t of Eq. (trace_interface). Memories without slots or keys leave those empty or
+    zero. A scan gives readouts with a time axis after the batch's.
+
+    Args:
+        slots: (B, K, d), the slots after writing.
+        z: (B, d), what was read from them.
+        g: (B, d), the trajectory key.
+        dg: (B, d), its change.
+        alpha: (B, K), the read weights.
+        routing: how the step was written, for a memory that routes.
+
+    Example:
+        >>> import torch
+        >>> from trace_memory import MemoryConfig, build
+        >>> memory = build(MemoryConfig(channels=7, content=64, width=32, hidden=32))
+        >>> _, readouts = memory.scan(torch.zeros(2, 5, 64), torch.zeros(2, 5, 7))
+        >>> tuple(readouts.z.shape), tuple(readouts.at(4).z.shape)
+        ((2, 5, 32), (2, 32))
+    """
 
     slots: Float[Tensor, "*n K d"]
     z: Float[Tensor, "*n d"]
@@ -71,22 +114,37 @@ class Readout(NamedTuple):
         return Readout(slots, z, g, dg, alpha, self.routing and Routing(*(of(x) for x in self.routing)))
 
 
-class Track(NamedTuple):
-    """Raw signature and increment at each step, the step itself, and the path cells after the last."""
+class PathFeatures(NamedTuple):
+    """What a memory that looks at the path is told of each step, and the path's own state after the last."""
 
-    xi: Float[Tensor, "B T D"]
-    delta: Float[Tensor, "B T D"]
-    moved: Float[Tensor, "B T d_s"]  # the steps of the standardised path
-    point: Float[Tensor, "B T d_s"]  # and where each ends
-    cells: dict[str, Tensor]
+    xi: Float[Tensor, "*n D"]  # raw signature
+    delta: Float[Tensor, "*n D"]  # its increment
+    moved: Float[Tensor, "*n d_s"]  # displacement of the standardised path
+    point: Float[Tensor, "*n d_s"]  # and where it ends
+    tensors: dict[str, Tensor]
 
 
 class Memory(nn.Module, ABC):
-    """One interface for every memory. `content` and `width` are widths of e_t and of the readout, `channels` is d_s.
+    """One interface for every memory: `init`, `step`, `scan`, `scan_at`, `reset`. A memory of one's own is a subclass with
+    `shapes` and `_run`; docs/memories.md shows one.
 
     Inputs of the public methods are checked here, by name, in production too (values only where that costs no graph or
     compiled region); their shapes stand in comments. A memory computes in its own dtype, float32 or float64, also inside
     autocast: half-precision contents are cast up, so that training and deployment give the same numbers.
+
+    Args:
+        content: width of what is seen in a step, e_t.
+        channels: width of a robot state, d_s.
+        width: of the readout, d.
+
+    Example:
+        >>> import torch
+        >>> from trace_memory import MemoryConfig, build
+        >>> memory = build(MemoryConfig(channels=7, content=64, width=32, hidden=32))
+        >>> state, readout = memory.step(memory.init(1), torch.zeros(1, 64), torch.zeros(1, 7))
+        >>> state, readouts = memory.scan(torch.zeros(1, 5, 64), torch.zeros(1, 5, 7), state=state)
+        >>> state.steps.tolist()
+        [6]
     """
 
     _like: Tensor
@@ -96,38 +154,72 @@ class Memory(nn.Module, ABC):
         self.content, self.channels, self.width = content, channels, width
         self.register_buffer("_like", torch.zeros(()), persistent=False)  # the memory's device and dtype
 
+    @classmethod
+    def from_config(cls, config: MemoryConfig) -> Self:
+        """The memory with the widths of a configuration."""
+        return cls(content=config.content, channels=config.channels, width=config.width)
+
+    # -- what a memory of one's own says ---------------------------------------------------------------------------------
+
     @property
-    def cell_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shape of each cell of the state, for one row; none unless a memory says so."""
+    def auxiliary(self) -> AuxiliaryWeights:
+        """Weights of the auxiliary losses it is trained with; none unless a memory says so."""
+        return AuxiliaryWeights()
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shape of each tensor of the state, for one row; none unless a memory says so."""
         return {}
 
     @abstractmethod
     def _run(
-        self, state: MemoryState, contents: Tensor, track: Track | None, valid: Tensor
+        self, state: MemoryState, contents: Tensor, path: PathFeatures | None, valid: Tensor
     ) -> tuple[dict[str, Tensor], Readout]:
-        """The memory's own cells after these steps, and the readout at each; invalid steps must change nothing."""
+        """The memory's own tensors after these steps (B, T), and the readout at each; invalid steps must change nothing."""
 
-    def _track(self, state: MemoryState, path: Tensor, valid: Tensor) -> Track | None:
-        """The trajectory key's raw material; None for memories that do not look at the path."""
+    def _path(self, state: MemoryState, path: Tensor, valid: Tensor) -> PathFeatures | None:
+        """What `_run` is told of the path (B, T, d_s); None for memories that do not look at it."""
         return None
 
-    def _track_at(self, path: Tensor, at: Tensor) -> Track | None:
+    def _path_at(self, path: Tensor, at: Tensor) -> PathFeatures | None:
+        """The same for chosen steps `at` of a path that begins here."""
         return None
+
+    def _step(self, state: MemoryState, content: Tensor, robot_state: Tensor) -> tuple[dict[str, Tensor], Readout]:
+        """All tensors after one step, and the readout: a scan of one step, unless a memory has a shorter way."""
+        valid = torch.ones_like(content[:, :1], dtype=torch.bool)
+        path = self._path(state, robot_state[:, None], valid)
+        tensors, readouts = self._run(state, content[:, None], path, valid)
+        return tensors if path is None else tensors | path.tensors, readouts.at(0)
+
+    # -- what all have ---------------------------------------------------------------------------------------------------
 
     @property
     def state_bytes(self) -> int:
         """Size of one row of the state in float32."""
-        return 8 + 4 * sum(torch.Size(shape).numel() for shape in self.cell_shapes.values())
+        return 8 + 4 * sum(torch.Size(shape).numel() for shape in self.shapes.values())
 
     def init(
         self, batch: int, *, dtype: torch.dtype | None = None, device: torch.device | str | None = None
     ) -> MemoryState:
-        """Rows that have not begun, on the memory's own device unless told otherwise."""
+        """A state of rows that have not begun.
+
+        Args:
+            batch: how many rows.
+            dtype: the memory's own unless told otherwise.
+            device: the memory's own unless told otherwise.
+
+        Returns:
+            All zeros.
+
+        Raises:
+            ObservationError: there are no rows.
+        """
         if batch < 1:
-            raise MemoryInputError(f"batch: {batch} rows, expected at least 1")
+            raise ObservationError(f"batch: {batch} rows, expected at least 1")
         dtype, device = dtype or self._like.dtype, device or self._like.device
-        cells = {n: torch.zeros(batch, *s, dtype=dtype, device=device) for n, s in self.cell_shapes.items()}
-        return MemoryState(torch.zeros(batch, dtype=torch.int64, device=device), cells)
+        tensors = {n: torch.zeros(batch, *s, dtype=dtype, device=device) for n, s in self.shapes.items()}
+        return MemoryState(torch.zeros(batch, dtype=torch.int64, device=device), tensors)
 
     def step(
         self,
@@ -135,7 +227,19 @@ class Memory(nn.Module, ABC):
         content: Tensor,  # (B, c)
         robot_state: Tensor,  # (B, d_s), raw
     ) -> tuple[MemoryState, Readout]:
-        """One control step: write what is seen now, then read."""
+        """One step: write what is seen now, then read.
+
+        Args:
+            state: of the step before, or from `init`.
+            content: (B, content), what is seen.
+            robot_state: (B, channels), raw.
+
+        Returns:
+            The new state, and the readout.
+
+        Raises:
+            ObservationError: an input does not fit or is not finite; the message names it.
+        """
         self._check_widths(content, robot_state, dims=2)
         self._check(content[:, None], robot_state[:, None], path_valid=None, valid=None, state=state)
         return self.advance(state, content, robot_state)
@@ -143,15 +247,8 @@ class Memory(nn.Module, ABC):
     def advance(self, state: MemoryState, content: Tensor, robot_state: Tensor) -> tuple[MemoryState, Readout]:
         """`step` without its checks, for callers that have made sure themselves."""
         with torch.autocast(content.device.type, enabled=False):
-            cells, readout = self._once(state, content.to(robot_state.dtype), robot_state)
-        return MemoryState(state.steps + 1, cells), readout
-
-    def _once(self, state: MemoryState, content: Tensor, robot_state: Tensor) -> tuple[dict[str, Tensor], Readout]:
-        """All cells after one step, and the readout: a scan of one step, unless a memory has a shorter way."""
-        valid = torch.ones_like(content[:, :1], dtype=torch.bool)
-        track = self._track(state, robot_state[:, None], valid)
-        cells, readouts = self._run(state, content[:, None], track, valid)
-        return cells | (track.cells if track is not None else {}), readouts.at(0)
+            tensors, readout = self._step(state, content.to(robot_state.dtype), robot_state)
+        return MemoryState(state.steps + 1, tensors), readout
 
     def scan(
         self,
@@ -160,21 +257,33 @@ class Memory(nn.Module, ABC):
         valid: Tensor | None = None,  # (B, T) bool
         state: MemoryState | None = None,
     ) -> tuple[MemoryState, Readout]:
-        """Folded steps: the state after the last, and the readout after each. What is not `valid` changes nothing."""
+        """Folded steps. What is not `valid` changes nothing.
+
+        Args:
+            contents: (B, T, content), what is seen at each step.
+            path: (B, T, channels), raw robot states.
+            valid: (B, T) bool, which steps are real; all, if not given.
+            state: to go on from; a new one, if not given.
+
+        Returns:
+            The state after the last step, and the readout after each.
+
+        Raises:
+            ObservationError: an input does not fit or is not finite; the message names it.
+        """
         self._check_widths(contents, path, dims=3)
         if path.shape[:2] != contents.shape[:2]:
-            raise MemoryInputError(
+            raise ObservationError(
                 f"robot_state: {tuple(path.shape[:2])} rows and steps, expected content's {tuple(contents.shape[:2])}"
             )
         state = self.init(contents.shape[0]) if state is None else state
         valid = self._check(contents, path, path_valid=valid, valid=valid, state=state)
         with torch.autocast(contents.device.type, enabled=False):
             contents = torch.where(valid[..., None], contents.to(path.dtype), 0.0)
-            track = self._track(state, path, valid)
-            cells, readouts = self._run(state, contents, track, valid)
-        if track is not None:
-            cells = cells | track.cells
-        return MemoryState(state.steps + valid.sum(1), cells), readouts
+            features = self._path(state, path, valid)
+            tensors, readouts = self._run(state, contents, features, valid)
+        tensors = tensors if features is None else tensors | features.tensors
+        return MemoryState(state.steps + valid.sum(1), tensors), readouts
 
     def scan_at(
         self,
@@ -183,30 +292,54 @@ class Memory(nn.Module, ABC):
         at: Tensor,  # (B, L) indices into path
         valid: Tensor | None = None,  # (B, L) bool
     ) -> Readout:
-        """The paper's budget scan: only frames `at` are written, keyed by the whole path. Eq. (history_scan)."""
+        """The paper's budget scan: only frames `at` are written, keyed by the whole path. Eq. (history_scan).
+
+        Args:
+            contents: (B, L, content), what is seen at the chosen steps.
+            path: (B, T, channels), raw robot states of all steps.
+            at: (B, L) int64, which steps of the path the contents are of, in order.
+            valid: (B, L) bool, which of them are real; all, if not given.
+
+        Returns:
+            The readout after each of the L writes.
+
+        Raises:
+            ObservationError: an input does not fit or is not finite; the message names it.
+        """
         self._check_widths(contents, path, dims=3)
         state = self.init(contents.shape[0])
         valid = self._check(contents, path, path_valid=None, valid=valid, state=state)
         if at.shape != contents.shape[:2] or at.dtype != torch.int64 or at.device != contents.device:
-            raise MemoryInputError(
+            raise ObservationError(
                 f"at: {tuple(at.shape)} {at.dtype} on {at.device}, expected {tuple(contents.shape[:2])} torch.int64 "
                 f"on {contents.device}"
             )
         if _may_sync() and not bool(((at >= 0) & (at < path.shape[1])).all()):
-            raise MemoryInputError(f"at: from {int(at.min())} to {int(at.max())}, expected 0 to {path.shape[1] - 1}")
+            raise ObservationError(f"at: from {int(at.min())} to {int(at.max())}, expected 0 to {path.shape[1] - 1}")
         with torch.autocast(contents.device.type, enabled=False):
             contents = torch.where(valid[..., None], contents.to(path.dtype), 0.0)
-            return self._run(state, contents, self._track_at(path, at), valid)[1]
+            return self._run(state, contents, self._path_at(path, at), valid)[1]
 
     def reset(self, state: MemoryState, rows: Tensor) -> MemoryState:
-        """The state with these rows begun anew."""
+        """Begins chosen rows anew.
+
+        Args:
+            state: any state of this memory.
+            rows: (B,) bool, which rows.
+
+        Returns:
+            The state with zeros in these rows.
+
+        Raises:
+            ObservationError: `rows` is no mask of the state's rows.
+        """
         if rows.shape != state.steps.shape or rows.dtype != torch.bool or rows.device != state.steps.device:
-            raise MemoryInputError(
+            raise ObservationError(
                 f"rows: {tuple(rows.shape)} {rows.dtype} on {rows.device}, expected a bool mask ({len(state.steps)},) "
                 f"on {state.steps.device}"
             )
-        cells = {n: torch.where(rows.view(-1, *[1] * (c.ndim - 1)), 0.0, c) for n, c in state.cells.items()}
-        return MemoryState(torch.where(rows, 0, state.steps), cells)
+        tensors = {n: torch.where(rows.view(-1, *[1] * (x.ndim - 1)), 0.0, x) for n, x in state.tensors.items()}
+        return MemoryState(torch.where(rows, 0, state.steps), tensors)
 
     def _empty(self, z: Tensor, slots: Tensor | None = None, alpha: Tensor | None = None) -> Readout:
         """A readout of a memory without keys."""
@@ -219,7 +352,7 @@ class Memory(nn.Module, ABC):
         for name, x, width in (("content", content, self.content), ("robot_state", path, self.channels)):
             if x.ndim != dims or x.shape[-1] != width or 0 in x.shape:
                 form = "(B, T, {})" if dims == 3 else "(B, {})"
-                raise MemoryInputError(
+                raise ObservationError(
                     f"{name}: shape {tuple(x.shape)}, expected {form.format(width)} with no size zero"
                 )
 
@@ -230,33 +363,33 @@ class Memory(nn.Module, ABC):
         batch, length = contents.shape[:2]
         own, where = self._like.dtype, self._like.device
         if own not in (torch.float32, torch.float64):
-            raise MemoryInputError(f"memory: parameters are {own}, expected float32 or float64")
-        found = {n: tuple(c.shape[1:]) for n, c in state.cells.items()}
-        if found != self.cell_shapes:
-            raise MemoryInputError(f"state: cells {found}, expected {self.cell_shapes}")
-        for name, x in (("state.steps", state.steps), *((f"state.{n}", c) for n, c in state.cells.items())):
+            raise ObservationError(f"memory: parameters are {own}, expected float32 or float64")
+        found = {n: tuple(c.shape[1:]) for n, c in state.tensors.items()}
+        if found != self.shapes:
+            raise ObservationError(f"state: tensors {found}, expected {self.shapes}")
+        for name, x in (("state.steps", state.steps), *((f"state.{n}", c) for n, c in state.tensors.items())):
             if len(x) != len(state.steps) or x.device != where or (x.is_floating_point() and x.dtype != own):
-                raise MemoryInputError(
+                raise ObservationError(
                     f"{name}: {len(x)} rows {x.dtype} on {x.device}, expected {len(state.steps)} rows {own} on {where}"
                 )
         for name, x in (("content", contents), ("robot_state", path)):
             if x.shape[0] != len(state.steps):
-                raise MemoryInputError(f"{name}: {x.shape[0]} rows, expected the state's {len(state.steps)}")
+                raise ObservationError(f"{name}: {x.shape[0]} rows, expected the state's {len(state.steps)}")
             if x.device != where:
-                raise MemoryInputError(f"{name}: on {x.device}, expected the memory's device {where}")
+                raise ObservationError(f"{name}: on {x.device}, expected the memory's device {where}")
             half = name == "content" and x.dtype in (torch.bfloat16, torch.float16)
             if x.dtype != own and not half:
-                raise MemoryInputError(f"{name}: dtype {x.dtype}, expected the memory's {own}")
+                raise ObservationError(f"{name}: dtype {x.dtype}, expected the memory's {own}")
         mask = torch.ones(batch, length, dtype=torch.bool, device=where) if valid is None else valid
         if mask.shape != (batch, length) or mask.dtype != torch.bool or mask.device != where:
-            raise MemoryInputError(
+            raise ObservationError(
                 f"valid: {tuple(mask.shape)} {mask.dtype} on {mask.device}, expected bool ({batch}, {length}) on {where}"
             )
         if _may_sync():
             for name, x, excused in (("content", contents, mask), ("robot_state", path, path_valid)):
                 good = torch.isfinite(x).all(-1)
                 if not bool((good if excused is None else good | ~excused).all()):
-                    raise MemoryInputError(f"{name}: has a NaN or infinite value, expected finite numbers")
+                    raise ObservationError(f"{name}: has a NaN or infinite value, expected finite numbers")
         return mask
 
 
@@ -266,115 +399,18 @@ def _may_sync() -> bool:
     return not capturing and not torch.compiler.is_compiling()
 
 
-class TraceMemory(Memory):
-    """Signature-routed slots: the method of the paper."""
-
-    def __init__(
-        self,
-        normaliser: Normaliser,
-        signature: Signature,
-        keys: Keys,
-        slots: Slots,
-        *,
-        content: int,
-        timed: bool = True,
-        tells: bool = True,
-    ):
-        super().__init__(content=content, channels=signature.channels, width=slots.width)
-        self.normaliser, self.signature, self.keys, self.slots = normaliser, signature, keys, slots
-        self.timed, self.tells = timed, tells
-
-    @property
-    def cell_shapes(self) -> dict[str, tuple[int, ...]]:
-        """The slots, the path's last point and signature, and the first-frame anchor if there is one."""
-        shapes: dict[str, tuple[int, ...]] = {"slots": (self.slots.count, self.width)}
-        shapes |= {"point": (self.channels,), "xi": (self.signature.state_dim,)}
-        return shapes | {"anchor": (self.keys.anchor,)} if self.keys.anchor else shapes
-
-    def _track(self, state: MemoryState, path: Tensor, valid: Tensor) -> Track:
-        before = SignatureState(state.cells["point"], state.cells["xi"], state.steps)
-        standard = torch.where(valid[..., None], self.normaliser.state(path), 0.0)
-        after, xi, delta = self.signature.stream(standard, valid, before)
-        moved, _ = displacements(standard, valid, before)
-        return Track(xi, delta, moved, standard, {"point": after.point, "xi": after.value})
-
-    def _track_at(self, path: Tensor, at: Tensor) -> Track:
-        standard, rows = self.normaliser.state(path), torch.arange(len(path), device=path.device)[:, None]
-        point = standard[rows, at]
-        return Track(*self.signature.at(standard, at), point - standard[rows, (at - 1).clamp_min(0)], point, {})
-
-    def _once(self, state: MemoryState, content: Tensor, robot_state: Tensor) -> tuple[dict[str, Tensor], Readout]:
-        """Algorithm 1, line by line."""
-        before = SignatureState(state.cells["point"], state.cells["xi"], state.steps)
-        point, first = self.normaliser.state(robot_state), state.steps == 0
-        path, xi, delta = self.signature.step(before, point)
-        cells, anchor = {"point": path.point, "xi": path.value}, None
-        if self.keys.anchor:
-            cells["anchor"] = anchor = torch.where(first[:, None], content, state.cells["anchor"])
-        key = self.keys(self.normaliser.xi(xi), self.normaliser.delta(delta), anchor)
-        maps = self.slots.maps()
-        drive = self.slots.prepare(content, key, self.pace(point - before.point, point, first), maps)
-        cells["slots"], omega, beta = self.slots.write(state.cells["slots"], drive, maps)
-        z, alpha = self.slots.read(cells["slots"], drive)
-        g, dg = self._told(key)
-        return cells, Readout(cells["slots"], z, g, dg, alpha, Routing(omega, beta.detach().mean(-1), drive.u))
-
-    def pace(
-        self, moved: Float[Tensor, "*n d_s"], point: Float[Tensor, "*n d_s"], first: Bool[Tensor, "*n"]
-    ) -> Float[Tensor, "*n"]:
-        """How much of a write each step is: all of one, where the memory is `timed`. Else its clock is the path: a robot at
-        rest writes nothing, so that nobody can tell from its slots how long it has waited; but what it sees `first`.
-        """
-        pace = self.normaliser.pace(moved, point)
-        return torch.ones_like(pace) if self.timed else torch.where(first, 1.0, pace)
-
-    def _told(self, key: Key) -> tuple[Tensor, Tensor]:
-        """What the policy is told of the key: nothing, unless the memory `tells`."""
-        return (key.g, key.dg) if self.tells else (torch.zeros_like(key.g), torch.zeros_like(key.dg))
-
-    def _anchor(self, state: MemoryState, contents: Tensor, valid: Tensor) -> Tensor:
-        """Content of each row's first step, now or as remembered."""
-        first = contents[torch.arange(len(valid), device=valid.device), valid.long().argmax(1)]
-        return torch.where((state.steps == 0)[:, None], first, state.cells["anchor"])
-
-    def _run(
-        self, state: MemoryState, contents: Tensor, track: Track | None, valid: Tensor
-    ) -> tuple[dict[str, Tensor], Readout]:
-        assert track is not None
-        cells: dict[str, Tensor] = {}
-        anchor = None
-        if self.keys.anchor:
-            cells["anchor"] = self._anchor(state, contents, valid)
-            anchor = cells["anchor"][:, None].expand(-1, contents.shape[1], -1)
-        key = self.keys(self.normaliser.xi(track.xi), self.normaliser.delta(track.delta), anchor)
-        maps = self.slots.maps()
-        first = state.steps[:, None] + valid.long().cumsum(1) == 1
-        drive = self.slots.prepare(contents, key, self.pace(track.moved, track.point, first), maps)
-        m, slots, omegas, betas = state.cells["slots"], [], [], []
-        for (now, its), ok in zip(self.slots.each(drive, maps), valid.unbind(1), strict=True):
-            written = self.slots.write(m, now, its)
-            m = torch.where(ok[:, None, None], written.slots, m)
-            slots.append(m)
-            omegas.append(written.omega)
-            betas.append(written.beta.detach().mean(-1))
-        history = torch.stack(slots, 1)
-        z, alpha = self.slots.read(history, drive)
-        routing = Routing(torch.stack(omegas, 1), torch.stack(betas, 1), drive.u)
-        return cells | {"slots": m}, Readout(history, z, *self._told(key), alpha, routing)
-
-
-def history_indices(t: Int[Tensor, " B"], budget: int, stride: int) -> tuple[Int[Tensor, "B L"], Bool[Tensor, "B L"]]:
+def history_indices(t: Int[Tensor, " B"], frames: int, stride: int) -> tuple[Int[Tensor, "B L"], Bool[Tensor, "B L"]]:
     """I_{L,r}(t), what the paper's budget scan sees: the first frame, a tail of every `stride`-th frame up to t, and t
     itself, in causal order, with the mask of real entries.
 
-    Entry 0 is the first frame; entry l >= 1 is t - stride * (budget - 1 - l), real only if it comes after the first
+    Entry 0 is the first frame; entry l >= 1 is t - stride * (frames - 1 - l), real only if it comes after the first
     frame. The last entry is always t: at t = 0 the first frame is the current one and stands there, once.
     """
-    if budget < 2 or stride < 1:
-        raise ValueError(f"history: budget={budget}, stride={stride}; expected budget >= 2 and stride >= 1")
+    if frames < 2 or stride < 1:
+        raise UsageError(f"history: frames={frames}, stride={stride}; expected frames >= 2 and stride >= 1")
     if bool((t < 0).any()):
-        raise ValueError(f"t: minimum {int(t.min())}, expected frame indices >= 0")
-    back = stride * torch.arange(budget - 1, -1, -1, device=t.device)
+        raise UsageError(f"t: minimum {int(t.min())}, expected frame indices >= 0")
+    back = stride * torch.arange(frames - 1, -1, -1, device=t.device)
     indices = t[:, None] - back
     valid = indices > 0
     indices, valid = indices.clamp_min(0), valid.clone()

@@ -6,15 +6,17 @@ episode of the training split once. The policy's own normalisation is another ma
 
 import math
 from collections.abc import Iterable, Sequence
+from typing import Self
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
+from trace_errors import DatasetError
 from trace_memory.signature import Signature
 
 STD_FLOOR = 1e-6
-BRISK = 0.5
+WHOLE = 0.5  # of a mean step: from there on a step is written whole
 
 
 class Moments:
@@ -43,12 +45,25 @@ class Moments:
 class Normaliser(nn.Module):
     """Standardises states, signatures and deltas by train-split statistics and bounds the last two softly.
 
-    A standardised key x becomes x / hypot(1, x / bound): itself while small, never beyond ±bound (inf: no bound). `rates`
-    are channels that tell how fast something goes, a driving base for instance: there a robot at rest is zero.
+    A standardised key x becomes x / hypot(1, x / bound): itself while small, never beyond ±bound (inf: no bound).
+
+    Args:
+        channels: width of a robot state.
+        dim: width of a signature.
+        bound: see above.
+        velocity_channels: channels that are velocities, of a driving base for instance: there a robot at rest is zero.
+
+    Example:
+        >>> import torch
+        >>> from trace_memory import Normaliser, Signature
+        >>> signature = Signature(channels=2, depth=2)
+        >>> normaliser = Normaliser(2, signature.dim).fit([torch.randn(50, 2)], signature)
+        >>> tuple(normaliser.state(torch.zeros(1, 2)).shape)
+        (1, 2)
     """
 
     mask: Bool[Tensor, " d"]
-    rates: Bool[Tensor, " d"]
+    velocities: Bool[Tensor, " d"]
     state_mean: Float[Tensor, " d"]
     state_std: Float[Tensor, " d"]
     xi_mean: Float[Tensor, " D"]
@@ -58,12 +73,12 @@ class Normaliser(nn.Module):
     stride: Float[Tensor, ""]
     frames: Tensor
 
-    def __init__(self, channels: int, dim: int, bound: float = math.inf, rates: Sequence[int] = ()):
+    def __init__(self, channels: int, dim: int, bound: float = math.inf, velocity_channels: Sequence[int] = ()):
         super().__init__()
         self.bound = bound
         self.register_buffer("mask", torch.ones(channels, dtype=torch.bool))
-        self.register_buffer("rates", torch.zeros(channels, dtype=torch.bool), persistent=False)
-        self.rates[list(rates)] = True
+        self.register_buffer("velocities", torch.zeros(channels, dtype=torch.bool), persistent=False)
+        self.velocities[list(velocity_channels)] = True
         for name, width in (("state", channels), ("xi", dim), ("delta", dim)):
             self.register_buffer(f"{name}_mean", torch.zeros(width))
             self.register_buffer(f"{name}_std", torch.ones(width))
@@ -82,38 +97,47 @@ class Normaliser(nn.Module):
         """Standardised signature increment."""
         return self._soft((delta - self.delta_mean) / self.delta_std)
 
-    def pace(self, moved: Float[Tensor, "*n d"], point: Float[Tensor, "*n d"]) -> Float[Tensor, "*n"]:
-        """From a step of the standardised path, and where it ends, to how brisk it is: 0 at rest, 1 from `BRISK` of a mean
-        step on.
+    def write_rate(self, moved: Float[Tensor, "*n d"], point: Float[Tensor, "*n d"]) -> Float[Tensor, "*n"]:
+        """How much of a write a step is, by the arc length it adds to the standardised path: none at rest, all from half a
+        mean step on.
         """
-        return (self._length(moved, point) / (BRISK * self.stride)).clamp_max(1.0)
+        return (self._arc_length(moved, point) / (WHOLE * self.stride)).clamp_max(1.0)
 
-    def _length(self, moved: Tensor, point: Tensor) -> Tensor:
-        gone = torch.where(self.rates, point + self.state_mean / self.state_std, moved)
+    def _arc_length(self, moved: Tensor, point: Tensor) -> Tensor:
+        gone = torch.where(self.velocities, point + self.state_mean / self.state_std, moved)
         return torch.linalg.vector_norm(gone, dim=-1)
 
     def _soft(self, x: Tensor) -> Tensor:
         return x if math.isinf(self.bound) else x / torch.hypot(torch.ones_like(x), x / self.bound)
 
     @torch.no_grad()
-    def fit(
-        self, episodes: Iterable[Tensor], signature: Signature, mask: Bool[Tensor, " d"] | None = None
-    ) -> "Normaliser":
+    def fit(self, episodes: Iterable[Tensor], signature: Signature, mask: Bool[Tensor, " d"] | None = None) -> Self:
         """Computes every statistic from raw state paths, reading each once; states are kept meanwhile, signatures not.
 
         Without a `mask`, channels that never move in the training split are masked: they carry nothing, and a wobble in
         deployment would be divided by the floor.
+
+        Args:
+            episodes: raw state paths (T, channels), one an episode.
+            signature: what the keys are made of.
+            mask: (channels,) bool, which channels to use.
+
+        Returns:
+            Itself.
+
+        Raises:
+            DatasetError: an episode does not fit or is not finite; nothing was changed.
         """
         channels = len(self.mask)
         paths: list[Tensor] = []
         for number, path in enumerate(episodes):
             if path.ndim != 2 or path.shape[0] == 0 or path.shape[1] != channels:
-                raise ValueError(f"episodes[{number}]: shape {tuple(path.shape)}, expected (T >= 1, {channels})")
+                raise DatasetError(f"episodes[{number}]: shape {tuple(path.shape)}, expected (T >= 1, {channels})")
             if not torch.isfinite(path).all():
-                raise ValueError(f"episodes[{number}]: has a NaN or infinite state, expected finite numbers")
+                raise DatasetError(f"episodes[{number}]: has a NaN or infinite state, expected finite numbers")
             paths.append(path.detach().to("cpu", torch.float64))
         if not paths:
-            raise ValueError("episodes: none came, expected at least one state path")
+            raise DatasetError("episodes: none came, expected at least one state path")
         states = Moments(channels)
         for path in paths:
             states.add(path)
@@ -135,7 +159,7 @@ class Normaliser(nn.Module):
         for path in paths:
             standard = self.state(path.to(self.state_mean))
             if len(path) > 1:
-                strides.add(self._length(standard.diff(dim=0), standard[1:])[:, None])
+                strides.add(self._arc_length(standard.diff(dim=0), standard[1:])[:, None])
         if strides.count:
             self.stride.copy_(strides.mean[0].clamp_min(STD_FLOOR))
         self.frames.fill_(states.count)

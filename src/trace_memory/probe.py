@@ -16,7 +16,8 @@ from torch.nn import functional as F  # noqa: N812
 from trace_memory.config import MemoryConfig, build
 from trace_memory.keys import MLP
 from trace_memory.losses import auxiliary_losses, weighted
-from trace_memory.memory import MemoryState, Readout, TraceMemory
+from trace_memory.memory import MemoryState, Readout
+from trace_memory.trace import PathMemory
 
 GLYPHS = 4
 SIZE = 8  # pixels
@@ -32,8 +33,8 @@ class Episodes(NamedTuple):
     path: Float[Tensor, "B T 3"]
     answer: Int[Tensor, " B"]
 
-    def paced(self, factor: float) -> "Episodes":
-        """The same episodes at another pace: frames repeated (factor > 1) or dropped, the last one kept."""
+    def resampled(self, factor: float) -> "Episodes":
+        """The same episodes at another speed: frames repeated (factor > 1) or dropped, the last one kept."""
         length = self.path.shape[1]
         index = length - 1 - (torch.arange(round(length * factor), device=self.path.device) / factor).long().flip(0)
         return Episodes(self.images[:, index], self.path[:, index], self.answer)
@@ -150,25 +151,24 @@ class ProbeModel(nn.Module):
                 layer.bias.data.zero_()  # type: ignore[union-attr]
         self.feel = MLP(CHANNELS, half, half)
         self.memory = build(config)
-        self.auxiliary = config.auxiliary
         self.answer = MLP(3 * config.width + config.content, config.width, GLYPHS)
 
     def content(self, images: Tensor, path: Tensor) -> Tensor:
         """e = [v, p] of every frame."""
         return torch.cat([self.see(images.flatten(0, 1)).unflatten(0, images.shape[:2]), self.feel(path)], dim=-1)
 
-    def loss(self, episodes: Episodes, lender: Int[Tensor, " B"] | None = None) -> Tensor:
-        """Cross entropy of the answer at the last step, and the auxiliary losses; an episode is addressed by the path of
-        its lender.
+    def loss(self, episodes: Episodes, path_of: Int[Tensor, " B"] | None = None) -> Tensor:
+        """Cross entropy of the answer at the last step, and the auxiliary losses; each episode is addressed by its
+        own path, or by that of another one, `path_of`.
         """
         contents = self.content(episodes.images, episodes.path)
-        _, readouts = self.memory.scan(contents, episodes.path if lender is None else episodes.path[lender])
+        _, readouts = self.memory.scan(contents, episodes.path if path_of is None else episodes.path[path_of])
         valid = torch.ones(contents.shape[:2], dtype=torch.bool, device=contents.device)
         loss = F.cross_entropy(self.classify(readouts.at(-1), contents[:, -1]), episodes.answer)
-        return loss + weighted(auxiliary_losses(readouts, valid), self.auxiliary)
+        return loss + weighted(auxiliary_losses(readouts, valid), self.memory.auxiliary)
 
     def classify(self, readout: Readout, content: Tensor) -> Tensor:
-        """Logits from what the memory says and what is seen now."""
+        """Logits from the readout and what is seen now."""
         return self.answer(torch.cat([readout.z, readout.g, readout.dg, content], dim=-1))
 
     @torch.no_grad()
@@ -205,8 +205,8 @@ class ProbeRun:
     warm: int = 100
     settle: int = 100  # updates after solving, while the rate falls to zero
     few: int = 0  # how many episodes there are to learn from; 0: new ones for every update
-    borrowed: float = 0.0  # share of episodes that are addressed by the path of another one in the batch
-    pace: float = 2.0  # batches are played up to this much faster or slower (1: as they are)
+    path_swap: float = 0.0  # share of episodes that are addressed by the path of another one in the batch
+    speed: float = 2.0  # batches are played up to this much faster or slower (1: as they are)
     solved: float = 0.99
     every: int = 25
     device: str = "cpu"
@@ -225,7 +225,7 @@ def start(run: ProbeRun) -> ProbeModel:
     """A fresh model, its key statistics fitted on episodes of the task."""
     torch.manual_seed(run.seed)
     model = ProbeModel(replace(run.memory, channels=CHANNELS)).to(run.device)
-    if isinstance(model.memory, TraceMemory):
+    if isinstance(model.memory, PathMemory):
         paths = run.task.sample(64, torch.Generator().manual_seed(10_000 + run.seed)).path
         model.memory.normaliser.fit(list(paths), model.memory.signature)
     return model
@@ -249,17 +249,17 @@ def train(run: ProbeRun, model: ProbeModel) -> Iterator[Progress]:
             return
         for group in optimiser.param_groups:
             group["lr"] = run.rate * min(1.0, update / run.warm, max(0.0, (end - update + 1) / max(run.settle, 1)))
-        factor = run.pace ** (2 * float(draw()) - 1)
+        factor = run.speed ** (2 * float(draw()) - 1)
         if few is None:
             batch = run.task.sample(run.batch, generator)
         else:
             some = draw(run.few).argsort()[: run.batch]
             batch = Episodes(few.images[some], few.path[some], few.answer[some])
-        lender = None
-        if run.borrowed:
+        path_of = None
+        if run.path_swap:
             own = torch.arange(len(batch.answer), device=run.device)
-            lender = torch.where(draw(len(own)) < run.borrowed, draw(len(own)).argsort(), own)
-        loss = model.loss(batch.paced(factor), lender)
+            path_of = torch.where(draw(len(own)) < run.path_swap, draw(len(own)).argsort(), own)
+        loss = model.loss(batch.resampled(factor), path_of)
         optimiser.zero_grad()
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)

@@ -1,44 +1,76 @@
-"""Every memory by name: which class makes it, and how tables and figures show it. The only such list. Imports no torch, so
-that tables, figures and `tracemem --help` can use it.
+"""Every memory by name: which callable makes it, and how tables and figures show it. The only such list. Imports no torch,
+so that tables, figures and `tracemem --help` can use it.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
+from trace_errors import UsageError
+
 
 @dataclass(frozen=True)
 class Method:
-    """One memory.
+    """One memory, by the name that options, files and tables give it.
 
     Args:
         name: the word for it in options, files and tables.
-        target: "module:attribute" of a callable that makes the memory from a `MemoryConfig`.
+        target: a callable that makes the memory from a `MemoryConfig`, or "module:attribute" of one, which is imported only
+            when it is needed.
         label: what tables and figures call it.
         colour: of its marks in figures.
+
+    Example:
+        >>> from trace_memory import METHODS
+        >>> METHODS["gru"].label
+        'GRU'
     """
 
     name: str
-    target: str
+    target: str | Callable[..., Any]
     label: str
     colour: str
 
-    def load(self) -> Any:
-        """The callable behind `target`."""
+    def load(self) -> Callable[..., Any]:
+        """The callable that makes the memory.
+
+        Returns:
+            From a `MemoryConfig` to a `Memory`.
+        """
+        if not isinstance(self.target, str):
+            return self.target
         module, attribute = self.target.split(":")
         found: Any = import_module(module)
         for part in attribute.split("."):
             found = getattr(found, part)
-        return found
+        made: Callable[..., Any] = found
+        return made
 
 
 METHODS: dict[str, Method] = {}  # in the order of tables
 
 
 def register(method: Method) -> Method:
-    """Adds a memory. Its name must be new."""
+    """Adds a memory, which `build`, the policies and the tables then know by its name.
+
+    Args:
+        method: the memory; its name must be new.
+
+    Returns:
+        The same method.
+
+    Raises:
+        UsageError: a memory of that name is registered already.
+
+    Example:
+        >>> from trace_memory import METHODS, Method, register
+        >>> from trace_memory.baselines import NoMemory
+        >>> method = register(Method("nothing", NoMemory.from_config, "nothing", "#000000"))
+        >>> del METHODS["nothing"]
+    """
     if method.name in METHODS:
-        raise ValueError(f"method {method.name!r}: is registered already, expected a new name")
+        raise UsageError(f"method {method.name!r}: is registered already, expected a new name")
     METHODS[method.name] = method
     return method
 
@@ -53,9 +85,9 @@ for _method in (
     Method("retrieval", "trace_memory.baselines:RetrievalPrompt.from_config", "retrieval prompt", "#8c564b"),
     Method("current", "trace_memory.ablations:CurrentObservation.from_config", "current observation", "#c7c7c7"),
     Method("signature-only", "trace_memory.ablations:SignatureOnly.from_config", "signature only", "#bcbd22"),
-    Method("unrouted", "trace_memory.ablations:UnroutedTrace.from_config", "unrouted slots", "#17becf"),
-    Method("no-delta", "trace_memory.ablations:NoDeltaTrace.from_config", "no delta key", "#e377c2"),
-    Method("mean-read", "trace_memory.ablations:MeanReadTrace.from_config", "mean readout", "#aec7e8"),
-    Method("no-auxiliary", "trace_memory.ablations:NoAuxiliaryTrace.from_config", "no auxiliary losses", "#98df8a"),
+    Method("unrouted", "trace_memory.ablations:unrouted", "unrouted slots", "#17becf"),
+    Method("no-delta", "trace_memory.ablations:no_delta", "no delta key", "#e377c2"),
+    Method("mean-read", "trace_memory.ablations:mean_read", "mean readout", "#aec7e8"),
+    Method("no-auxiliary", "trace_memory.ablations:no_auxiliary", "no auxiliary losses", "#98df8a"),
 ):
     register(_method)

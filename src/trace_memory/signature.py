@@ -7,16 +7,27 @@ docs/decisions/0002 derives it and says why the default is finite. Standardisati
 """
 
 import math
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
+from functools import cache
+from importlib import import_module
+from typing import Any, NamedTuple
 
-import pysiglib
-import pysiglib.torch_api
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from trace_errors import UsageError
+
 Levels = list[Tensor]  # level k has shape (..., d^k)
+
+
+@cache
+def _pysiglib() -> Any:
+    """pysiglib's functions for torch, or None where it is not installed."""
+    try:
+        return import_module("pysiglib.torch_api")
+    except (ImportError, OSError):
+        return None
 
 
 class SignatureState(NamedTuple):
@@ -28,11 +39,27 @@ class SignatureState(NamedTuple):
 
 
 class Signature:
-    """The depth-p signature of a d-channel path, optionally fading with path length."""
+    """The depth-p signature of a d-channel path, optionally fading with path length.
+
+    Args:
+        channels: d, width of a point.
+        depth: p, the highest level.
+        fade: length of path over which old motion is forgotten; inf: never.
+
+    Raises:
+        UsageError: one of them is not positive.
+
+    Example:
+        >>> import torch
+        >>> from trace_memory import Signature
+        >>> state, xi, delta = Signature(channels=2, depth=2).stream(torch.tensor([[[0.0, 0.0], [1.0, 2.0]]]))
+        >>> xi[0, -1].tolist()
+        [1.0, 2.0, 0.5, 1.0, 1.0, 2.0]
+    """
 
     def __init__(self, channels: int, depth: int = 3, fade: float = math.inf):
         if channels < 1 or depth < 1 or not fade > 0:
-            raise ValueError(f"signature: channels={channels}, depth={depth}, fade={fade}; each must be positive")
+            raise UsageError(f"signature: channels={channels}, depth={depth}, fade={fade}; each must be positive")
         self.channels, self.depth, self.fade = channels, depth, fade
         self.sizes = [channels**level for level in range(1, depth + 1)]
 
@@ -109,10 +136,11 @@ class Signature:
     ) -> tuple[Float[Tensor, "B L D"], Float[Tensor, "B L D"]]:
         """xi and delta after the points at `indices` (any order), without keeping every prefix of a long path.
 
-        On the CPU each stretch between wanted points is one call of pysiglib. Where most points are wanted, and on a GPU,
-        for which pysiglib's wheels have no kernels, streaming every prefix is faster (benchmarks/signature.py).
+        On the CPU each stretch between wanted points is one call of pysiglib, if that is installed. Where most points are
+        wanted, and on a GPU, for which pysiglib's wheels have no kernels, streaming every prefix is faster
+        (benchmarks/signature.py).
         """
-        if path.is_cuda or path.shape[1] <= 6 * indices.shape[1]:
+        if path.is_cuda or path.shape[1] <= 6 * indices.shape[1] or _pysiglib() is None:
             _, xi, delta = self.stream(path)
             where = indices[..., None].expand(-1, -1, self.dim)
             return xi.gather(1, where), delta.gather(1, where)
@@ -147,9 +175,9 @@ class Signature:
         base = torch.where(begun, state.point, points[:, 0])
         dx, log_decay = self._segment(torch.diff(torch.cat([base[:, None], points], dim=1), dim=1))
         to_end = log_decay.sum(1, keepdim=True) - log_decay.cumsum(1)
-        track = (torch.exp(to_end)[..., None] * dx).cumsum(1)
-        track = torch.cat([torch.zeros_like(track[:, :1]), track], dim=1).contiguous()
-        stretch = list(pysiglib.torch_api.sig(track, self.depth).split(self.sizes, dim=-1))
+        faded_path = (torch.exp(to_end)[..., None] * dx).cumsum(1)
+        faded_path = torch.cat([torch.zeros_like(faded_path[:, :1]), faded_path], dim=1).contiguous()
+        stretch = list(_pysiglib().sig(faded_path, self.depth).split(self.sizes, dim=-1))
         faded = self._fade(list(state.value.split(self.sizes, dim=-1)), log_decay.sum(1))
         value = torch.cat([a + b + c for a, b, c in zip(faded, stretch, _multiply(faded, stretch), strict=True)], -1)
         moved = until > done
@@ -195,12 +223,38 @@ class Signature:
         return value, increment
 
 
+def lyndon_words(letters: int, longest: int) -> list[tuple[int, ...]]:
+    """All words that are smaller than each of their rotations, by length, then in alphabetical order (Duval 1988)."""
+
+    def words() -> Iterator[tuple[int, ...]]:
+        word = [-1]
+        while word:
+            word[-1] += 1
+            yield tuple(word)
+            word = [word[i % len(word)] for i in range(longest)]
+            while word and word[-1] == letters - 1:
+                word.pop()
+
+    return sorted(words(), key=lambda word: (len(word), word))
+
+
 class LogSignature(Signature):
-    """The logarithm of the signature in the coordinates of Lyndon words: the same information without redundancy."""
+    """The logarithm of the signature in the coordinates of Lyndon words: the same information without redundancy.
+
+    Args:
+        channels: d, width of a point.
+        depth: p, the highest level.
+        fade: length of path over which old motion is forgotten; inf: never.
+
+    Example:
+        >>> from trace_memory import LogSignature, Signature
+        >>> Signature(17, 3).dim, LogSignature(17, 3).dim
+        (5219, 1785)
+    """
 
     def __init__(self, channels: int, depth: int = 3, fade: float = math.inf):
         super().__init__(channels, depth, fade)
-        self.words = torch.tensor([self._position(word) for word in pysiglib.lyndon_words(channels, depth)])
+        self.words = torch.tensor([self._position(word) for word in lyndon_words(channels, depth)])
         self._words_on = {self.words.device: self.words}  # a copy a device: nothing may be copied inside a CUDA graph
 
     @property

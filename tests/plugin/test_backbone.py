@@ -3,11 +3,10 @@
 import copy
 
 import torch
+from lerobot_policy_trace.backbone import Folded, FoldedConv2d, quicken
 from torchvision.models import resnet18
 from torchvision.models._utils import IntermediateLayerGetter
 from torchvision.ops import FrozenBatchNorm2d
-
-from lerobot_policy_trace.backbone import Folded, FoldedConv2d, quicken
 
 
 def test_same_function_same_gradients_same_names():

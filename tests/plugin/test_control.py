@@ -12,18 +12,16 @@ import torch
 from lerobot.configs import FeatureType, PolicyFeature
 from lerobot.utils.constants import OBS_STATE
 
-from lerobot_policy_trace import MemoryOptions, TraceActConfig, TraceDiffusionConfig, frozen, remembering
-from lerobot_policy_trace.frozen import STILL, lasting
-from lerobot_policy_trace.modeling_trace import TraceActPolicy, TraceDiffusionPolicy
-from lerobot_policy_trace.processor_trace import RAW_STATE
-from lerobot_policy_trace.schedule import (
-    EPISODE_STEP,
-    TIMESTAMP,
-    ControlError,
-    DeviceError,
-    LateObservationError,
-    ObservationError,
+from lerobot_policy_trace import (
+    MemoryOptions,
+    TraceActConfig,
+    TraceActPolicy,
+    TraceDiffusionConfig,
+    TraceDiffusionPolicy,
 )
+from lerobot_policy_trace.processor_trace import RAW_STATE
+from lerobot_policy_trace.session import EPISODE_STEP, TIMESTAMP
+from trace_errors import ControlError, ObservationError
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 CAMERAS = [f"observation.images.{name}" for name in ("overhead", "left_wrist", "right_wrist")]
@@ -47,7 +45,7 @@ KINDS = {
         TraceDiffusionConfig, TraceDiffusionPolicy, DIFFUSION | {"noise_scheduler_type": "DDPM"},
     ),
 }  # fmt: skip
-TRACE = {"preset": "tiny", "depth": 2}
+TRACE = {"width": 64, "hidden": 64}
 
 
 def make(kind="act", device="cpu", memory=TRACE, **options):
@@ -60,9 +58,9 @@ def make(kind="act", device="cpu", memory=TRACE, **options):
     )  # fmt: skip
     torch.manual_seed(0)
     policy = policy_class(config).to(device).eval()
-    if policy.recall is not None:
-        policy.recall.frames.fill_(1)
-        for p in policy.recall.adapter.parameters():  # what starts at zero does so no more
+    if policy.memory_head is not None:
+        policy.memory_head.frames.fill_(1)
+        for p in policy.memory_head.adapter.parameters():  # what starts at zero does so no more
             torch.nn.init.normal_(p, std=0.1)
     for module in policy.modules():  # statistics that are not the identity
         if hasattr(module, "running_var") and module.running_var is not None:
@@ -122,60 +120,12 @@ def test_the_same_actions_as_the_eager_policy_with_rows_that_restart(kind, devic
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
-    "memory", [{"name": "none"}, {"name": "gru"}, TRACE | {"update_every": 3}, {"name": "signature-only"} | TRACE]
+    "memory", [{"name": "none"}, {"name": "gru"}, TRACE | {"period": 3}, {"name": "signature-only"} | TRACE]
 )
 def test_whatever_the_memory(memory, device):
     policy = make("act", device, memory)
     eager, fast = both(policy, observations(2, 14, device, restart=[(7, 1)]), 2)
     torch.testing.assert_close(fast, eager, rtol=0, atol=1e-4)
-
-
-def test_who_rests_looks_more_often_than_who_moves():
-    chunk = torch.zeros(4, 6, 2)
-    chunk[1, 3:] = 1.0  # rests for three actions
-    chunk[2, 2:] = 1.0  # for two
-    chunk[3] = torch.linspace(0, 2 * STILL, 6)[:, None]  # moves slowly: too far in six actions, not in three
-    assert lasting(chunk, None).tolist() == [6, 6, 6, 6]
-    assert lasting(chunk, 3).tolist() == [3, 3, 6, 3]
-    assert lasting(chunk, 6).tolist() == [6, 6, 6, 6]
-    assert lasting(chunk[:, :2], 3).tolist() == [2, 2, 2, 2]  # whoever has shortened the chunk since
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("kind", ["act", "diffusion"])
-def test_rows_that_rest_and_rows_that_move(kind, device, monkeypatch):
-    policy = make(kind, device, rest_action_steps=2)
-    batches = observations(3, 12, device, restart=[(5, 1)])
-    chunks = torch.stack([policy.predict_action_chunk(batch)[:, :2] for batch in batches])
-    middle = float((chunks[:, :, 1] - chunks[:, :, 0]).abs().amax(-1).median())
-    monkeypatch.setattr(frozen, "STILL", middle)  # about half of the chunks are rests
-    found, ask = [], lasting
-    monkeypatch.setattr(remembering, "lasting", lambda *given: (found.append(ask(*given)), found[-1])[1])
-    eager, fast = both(policy, batches, 3)
-    torch.testing.assert_close(fast, eager, rtol=0, atol=1e-4)
-    assert set(torch.cat(found).tolist()) == {2, 4}
-
-
-def test_a_prediction_aside_leaves_the_chunk_at_rest_as_it_was(monkeypatch):
-    """A chunk that is used up is not gone on with after one that nobody carried out."""
-    policy, batches, found = make(rest_action_steps=2), observations(1, 8), []
-    for fast in (False, True):
-        each = copy.deepcopy(policy)
-        each.reset()
-        monkeypatch.setattr(frozen, "STILL", 1e9)
-        if fast:
-            each.compile_for_control(1, precision="float32", fuse=False)
-        actions = [each.select_action(batch) for batch in batches[:2]]
-        monkeypatch.setattr(frozen, "STILL", 0.0)  # what is predicted aside is longer
-        each.predict_action_chunk(batches[2])
-        found.append(torch.stack(actions + [each.select_action(batch) for batch in batches[3:]]))
-    torch.testing.assert_close(found[1], found[0], rtol=0, atol=1e-4)
-
-
-@pytest.mark.parametrize("rest", [0, 5])
-def test_actions_at_rest_that_make_no_sense(rest):
-    with pytest.raises(ValueError, match=rf"rest_action_steps: got {rest}, expected 1 to 4 \(n_action_steps\)"):
-        make(rest_action_steps=rest)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="fusing pays, and is used, on a GPU only")
@@ -291,10 +241,10 @@ def damaged(batch, what):
         return batch, ObservationError, "episode_step: got int, expected 1 whole numbers"
     if what == "late":
         batch[TIMESTAMP] = torch.tensor(time.time() - 5, dtype=torch.float64)
-        return batch, LateObservationError, "5.* s old, expected at most 2"
+        return batch, ObservationError, "5.* s old, expected at most 2"
     if what == "out of order":
         batch[TIMESTAMP] = time.time() - 1.9
-        return batch, LateObservationError, "before the observation taken in last"
+        return batch, ObservationError, "before the observation taken in last"
     assert what == "no time"
     del batch[TIMESTAMP]
     return batch, ObservationError, "timestamp: is missing"
@@ -345,9 +295,9 @@ def test_a_device_that_fails_once(device, monkeypatch):
     for t, batch in enumerate(batches):
         if t in (2, 4):
             with monkeypatch.context() as patch:
-                patch.setattr(control, "act", fail)
-                patch.setattr(control, "watch", fail)
-                with pytest.raises(DeviceError, match="out of memory"):
+                for name in control.programs:
+                    patch.setitem(control.programs, name, fail)
+                with pytest.raises(ControlError, match="out of memory"):
                     policy.select_action(batch)
         torch.testing.assert_close(policy.select_action(batch), expected[t], rtol=0, atol=0)
 
@@ -371,7 +321,7 @@ def test_a_failure_in_the_middle_of_a_step(kind, monkeypatch):
         if t in (4, 8):
             with monkeypatch.context() as patch:
                 patch.setattr(part, "forward", fail)
-                with pytest.raises(DeviceError, match="cpu: CUDA error: unspecified launch failure"):
+                with pytest.raises(ControlError, match="cpu: CUDA error: unspecified launch failure"):
                     policy.select_action(batch)
         torch.testing.assert_close(policy.select_action(batch), expected[t], rtol=0, atol=0)
 
@@ -386,7 +336,8 @@ def test_an_interrupted_step_asks_for_a_reset(monkeypatch):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(control, "watch", interrupt)
+        for name in control.programs:
+            patch.setitem(control.programs, name, interrupt)
         with pytest.raises(KeyboardInterrupt):
             policy.select_action(second)
     with pytest.raises(ControlError, match="interrupted"):
@@ -409,7 +360,7 @@ def test_a_copy_is_not_compiled():
     policy = make()
     policy.compile_for_control()
     other = copy.deepcopy(policy)
-    assert other.control is None
+    assert other.session is None
     batch = observations(1, 1)[0]
     torch.testing.assert_close(other.select_action(batch), policy.select_action(batch), rtol=0, atol=1e-4)
 
@@ -471,7 +422,7 @@ def test_weights_that_changed_are_noticed_and_the_copy_is_frozen():
         policy.reset()
     policy.compile_for_control()
     torch.testing.assert_close(policy.select_action(batches[0]), before[0] + 1.0)
-    policy.control = None
+    policy.use_eager()
     policy.reset()
     torch.testing.assert_close(policy.select_action(batches[0]), before[0] + 1.0, rtol=0, atol=1e-4)
 
@@ -488,15 +439,15 @@ def test_other_precisions_are_measured(precision, device, monkeypatch):
     assert 0 <= control.error < 0.05
     if precision != "tf32":
         assert control.error > 0
-    policy.control = None
+    policy.use_eager()
     eager, fast = both(policy, observations(1, 12, device), 1, precision=precision)
     torch.testing.assert_close(fast, eager, rtol=0, atol=0.05)
     with monkeypatch.context() as patch:  # of the same noise; of other noise they would differ by 2 and more
-        patch.setattr("lerobot_policy_trace.control.TOLERANCE", 1.0)
+        patch.setattr("lerobot_policy_trace.compiled.TOLERANCE", 1.0)
         for other in ("diffusion", "diffusion, noise all along"):
             assert make(other, device).compile_for_control(precision=precision, fuse=False).error < 0.3
     if precision != "tf32":
-        monkeypatch.setattr("lerobot_policy_trace.control.TOLERANCE", control.error / 2)
+        monkeypatch.setattr("lerobot_policy_trace.compiled.TOLERANCE", control.error / 2)
         with pytest.raises(ControlError, match="differ from float32"):
             policy.compile_for_control(precision=precision, fuse=False)
 
@@ -516,7 +467,7 @@ def test_what_a_compiled_policy_cannot_do():
 
 def test_untrained_memories_and_missed_observations_are_told():
     policy = make()
-    policy.recall.frames.zero_()
+    policy.memory_head.frames.zero_()
     with pytest.warns(UserWarning, match="not trained"):
         policy.compile_for_control()
     batches = observations(1, 5)

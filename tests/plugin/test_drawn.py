@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 from lerobot.configs import FeatureType, PolicyFeature
+from lerobot_policy_trace.drawn import SEED, DrawnError, is_lean, leave_out
 from safetensors.torch import load_file, save_file
 
 from lerobot_policy_trace import MemoryOptions, TraceActConfig
-from lerobot_policy_trace.drawn import SEED, DrawnError, is_lean, leave_out
 from lerobot_policy_trace.modeling_trace import TraceActPolicy
 from trace_lab.cli import main
 

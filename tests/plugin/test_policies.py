@@ -24,11 +24,17 @@ from lerobot.policies.diffusion.modeling_diffusion import DiffusionModel, Diffus
 from lerobot.policies.factory import make_policy, make_pre_post_processors
 from lerobot.rollout.inference.rtc import supports_rtc_inference
 
-from lerobot_policy_trace import MemoryOptions, TraceActConfig, TraceDiffusionConfig
-from lerobot_policy_trace.modeling_trace import RecallingUnet, TraceActPolicy, TraceDiffusionPolicy, WidenedLinear
-from lerobot_policy_trace.paths import DatasetError, Paths
-from lerobot_policy_trace.recall import Content
-from trace_memory.config import MEMORIES
+from lerobot_policy_trace import (
+    MemoryOptions,
+    TraceActConfig,
+    TraceActPolicy,
+    TraceDiffusionConfig,
+    TraceDiffusionPolicy,
+)
+from lerobot_policy_trace.memory_head import Content
+from lerobot_policy_trace.paths import Paths
+from trace_errors import DatasetError
+from trace_memory.registry import METHODS
 
 CAMERAS = [f"observation.images.{name}" for name in ("overhead", "left_wrist", "right_wrist")]
 SMALL = {
@@ -47,7 +53,7 @@ OURS = {"act": (TraceActConfig, TraceActPolicy), "diffusion": (TraceDiffusionCon
 for _table in (STOCK, OURS):
     _table["diffusion, one encoder"] = _table["diffusion"]
 BOTH = pytest.mark.parametrize("kind", ["act", "diffusion", "diffusion, one encoder"])
-WHOLE = MemoryOptions(preset="tiny", depth=2, budget=16, stride=1)  # sees every frame of the first sixteen
+WHOLE = MemoryOptions(width=64, hidden=64, history_frames=16, history_stride=1)  # sees every frame of the first sixteen
 
 
 def features(size: int) -> dict:
@@ -65,16 +71,12 @@ def ours(kind: str, dataset, memory: MemoryOptions = WHOLE, dtype=torch.float32)
     config = OURS[kind][0](memory=memory, **features(64), **SMALL[kind])
     torch.manual_seed(0)
     policy = make_policy(config, ds_meta=meta).to(dtype)
-    if policy.recall is not None:
-        policy.recall.fit(policy.paths)
-    # The stock policies make ACT's latent and Diffusion's clock in float32, whatever the model is.
-    stubborn = (
-        policy.model.encoder_latent_input_proj if kind == "act" else policy.diffusion.unet.diffusion_step_encoder[1]
-    )
-    stubborn.register_forward_pre_hook(lambda _, inputs: (inputs[0].to(dtype),))
-    if hasattr(policy.recall, "adapter"):  # as after some training: what starts at zero does so no more
-        for p in policy.recall.adapter.parameters():
-            torch.nn.init.normal_(p, std=0.05)
+    if policy.memory_head is not None:
+        policy.memory_head.fit(policy.paths)
+    if hasattr(policy.memory_head, "adapter"):  # as after some training: what starts at zero does so no more
+        for name, p in policy.named_parameters():
+            if "memory_head.adapter" in name or "memory_encoder" in name:
+                torch.nn.init.normal_(p, std=0.05)
     return policy.eval(), make_pre_post_processors(config, dataset_stats=meta.stats)[0], meta
 
 
@@ -107,9 +109,9 @@ def test_memory_online_is_the_training_scan(kind, dtype, tolerance, dataset):
     policy._scan = lambda *inputs: seen.append(scan(*inputs)) or seen[-1]
     with torch.no_grad():
         policy(batch_at(dataset, policy, prepare, meta, [10], dtype))
-    assert policy._state.steps.tolist() == [11]
-    torch.testing.assert_close(policy._state.cells["slots"], seen[0].slots, rtol=tolerance, atol=tolerance)
-    assert policy._state.cells["slots"].abs().max() > 0
+    assert policy.session.state.steps.tolist() == [11]
+    torch.testing.assert_close(policy.session.state.tensors["slots"], seen[0].slots, rtol=tolerance, atol=tolerance)
+    assert policy.session.state.tensors["slots"].abs().max() > 0
 
 
 @BOTH
@@ -120,9 +122,9 @@ def test_watching_acting_and_predicting_remember_the_same(kind, dataset):
         policy.reset()
         for observation in frames(dataset, prepare, torch.float32, 6):
             way(observation)
-        states.append(policy._state)
+        states.append(policy.session.state)
     for other in states[1:]:
-        torch.testing.assert_close(other.cells, states[0].cells)
+        torch.testing.assert_close(other.tensors, states[0].tensors)
 
 
 @BOTH
@@ -159,7 +161,7 @@ def test_attached_to_a_trained_policy_nothing_changes(kind, dataset):
     policy = OURS[kind][1](config, dataset_meta=meta).eval()
     missing, unexpected = policy.load_state_dict(stock.state_dict(), strict=False)
     assert not unexpected
-    assert all(name.startswith("recall.") for name in missing)
+    assert all(name.startswith("memory_head.") for name in missing)
     prepare = make_pre_post_processors(config, dataset_stats=meta.stats)[0]
     batch = batch_at(dataset, policy, prepare, meta, [5, 70], torch.float32)
     losses = []
@@ -178,7 +180,7 @@ def test_attached_to_a_trained_policy_nothing_changes(kind, dataset):
     assert torch.equal(*actions)
     policy.train()
     policy(batch)[0].backward()
-    assert any(p.grad is not None and p.grad.abs().sum() > 0 for p in policy.recall.adapter.parameters())
+    assert any(p.grad is not None and p.grad.abs().sum() > 0 for p in policy.memory_head.adapter.parameters())
 
 
 def test_gradient_checkpointing_is_refused_with_a_memory_only():
@@ -195,7 +197,7 @@ def test_a_memory_finds_the_unet_inside_what_torch_compile_makes_of_it():
     assert policy._network is not policy.diffusion.unet
     assert isinstance(policy._network, RecallingUnet)
     widened = [part for part in policy._network.modules() if isinstance(part, WidenedLinear)]
-    assert len(widened) == len(policy.recall.adapter.columns) > 0
+    assert len(widened) == len(policy.memory_head.adapter.columns) > 0
 
 
 @BOTH
@@ -207,9 +209,9 @@ def test_without_a_memory_it_is_the_stock_policy(kind, dataset):
     assert config.observation_delta_indices == stock.config.observation_delta_indices
 
 
-@pytest.mark.parametrize("name", [name for name in MEMORIES if name != "none"])
+@pytest.mark.parametrize("name", [name for name in METHODS if name != "none"])
 def test_every_memory_trains_and_acts(name, dataset):
-    policy, prepare, meta = ours("act", dataset, replace(WHOLE, name=name, budget=5, stride=3))
+    policy, prepare, meta = ours("act", dataset, replace(WHOLE, name=name, history_frames=5, history_stride=3))
     policy.train()
     loss, logs = policy(batch_at(dataset, policy, prepare, meta, [0, 40, 150], torch.float32))
     loss.backward()
@@ -233,7 +235,7 @@ def test_stock_parameters_keep_names_and_numbers(kind, count):
     with torch.device("meta"):
         policy = OURS[kind][1](OURS[kind][0](**features(96), **more))
         stock = STOCK[kind][1](STOCK[kind][0](**features(96), **more))
-    mine = {n: p.shape for n, p in policy.named_parameters() if not n.startswith("recall.")}
+    mine = {n: p.shape for n, p in policy.named_parameters() if not n.startswith("memory_head.")}
     assert mine == {n: p.shape for n, p in stock.named_parameters()}
     assert sum(shape.numel() for shape in mine.values()) == count
 
@@ -259,7 +261,7 @@ def test_a_wrong_observation_changes_nothing(kind, dataset):
     expected = [policy.select_action(dict(row), **noise) for row in clocked]
     policy.reset()
     for step, row in enumerate(clocked):
-        before = policy._state
+        before = policy.session.state
         bad = row | {
             key: torch.full_like(row[key], torch.nan) for key in ("observation.raw_state", "observation.state")
         }
@@ -267,9 +269,9 @@ def test_a_wrong_observation_changes_nothing(kind, dataset):
             policy.select_action(bad, **noise)
         with pytest.raises(ValueError, match=r"observation\.raw_state is missing: the policy's own preprocessor"):
             policy.select_action({k: v for k, v in row.items() if k != "observation.raw_state"})
-        assert policy._state is before
+        assert policy.session.state is before
         torch.testing.assert_close(policy.select_action(dict(row), **noise), expected[step])
-    assert policy._state.steps.tolist() == [9]
+    assert policy.session.state.steps.tolist() == [9]
 
 
 @BOTH
@@ -279,10 +281,10 @@ def test_an_observation_that_comes_twice_is_written_once(kind, dataset):
     rows = frames(dataset, prepare, torch.float32, 3)
     for step, row in enumerate(rows):
         policy.observe(row | {"observation.episode_step": torch.tensor([[float(step)]])})
-    before = policy._state
+    before = policy.session.state
     for way in (policy.select_action, policy.predict_action_chunk, policy.observe):
         way(rows[2] | {"observation.episode_step": torch.tensor([[2.0]])})
-        torch.testing.assert_close(policy._state, before)
+        torch.testing.assert_close(policy.session.state, before)
 
 
 @BOTH
@@ -299,7 +301,7 @@ def test_finished_rows_do_not_make_the_others_predict(kind, dataset):
 
 
 def test_content_keeps_its_size_whatever_training_does_to_it(dataset):
-    content = ours("act", dataset)[0].recall.content
+    content = ours("act", dataset)[0].memory_head.content
     with torch.no_grad():
         content.vision.weight.mul_(100.0)
         content.state.weight.mul_(0.01)
@@ -330,12 +332,12 @@ def test_weights_of_contents_of_another_form_are_refused(dataset, strict):
     weights = policy.state_dict()
     policy.load_state_dict(weights, strict=strict)
     policy.load_state_dict(
-        {n: x for n, x in weights.items() if not n.startswith("recall.")}, strict=False
+        {n: x for n, x in weights.items() if not n.startswith("memory_head.")}, strict=False
     )  # a stock one's
-    weights["recall.form"] = torch.tensor(1)  # contents were the mean over the picture
+    weights["memory_head.form"] = torch.tensor(1)  # contents were the mean over the picture
     with pytest.raises(RuntimeError, match=r"recall\.form: got 1, expected 5"):
         policy.load_state_dict(weights, strict=strict)
-    del weights["recall.form"]
+    del weights["memory_head.form"]
     with pytest.raises(RuntimeError, match=r"recall\.form: got 0, expected 5"):
         policy.load_state_dict(weights, strict=strict)
 
@@ -358,18 +360,18 @@ def test_a_policy_can_be_copied_after_training(dataset):
     twin = copy.deepcopy(policy.eval())
     with torch.no_grad():
         torch.testing.assert_close(twin(batch)[0], policy(batch)[0])
-    assert twin.model.decoder.recall[1] is twin.recall.adapter
+    assert twin.model.decoder.recall[1] is twin.memory_head.adapter
 
 
 def test_acting_before_training_is_reported_and_does_not_skip_the_statistics(dataset):
     policy, prepare, meta = ours("act", dataset)
-    policy.recall.frames.zero_()
-    policy.recall.content.std.fill_(100.0)
+    policy.memory_head.frames.zero_()
+    policy.memory_head.content.std.fill_(100.0)
     with pytest.warns(UserWarning, match="the memory has no statistics yet"):
         policy.select_action(frames(dataset, prepare, torch.float32, 1)[0])
     policy(batch_at(dataset, policy, prepare, meta, [5], torch.float32))
-    assert policy.recall.frames == meta.total_frames
-    assert policy.recall.content.std.max() < 100
+    assert policy.memory_head.frames == meta.total_frames
+    assert policy.memory_head.content.std.max() < 100
 
 
 def test_a_broken_cache_is_made_anew(dataset, tmp_path):
@@ -378,7 +380,7 @@ def test_a_broken_cache_is_made_anew(dataset, tmp_path):
     (kept,) = (root / "meta/trace_memory").glob("*.safetensors")
     good = kept.read_bytes()
     kept.write_bytes(good[:40])
-    policy.recall.fit(policy.paths)
+    policy.memory_head.fit(policy.paths)
     assert kept.read_bytes() == good
 
 
@@ -401,7 +403,7 @@ def test_some_episodes_are_enough(dataset, tmp_path):
 @BOTH
 def test_every_frame_is_encoded_once(kind, dataset):
     """In training the history and the current frame, in deployment the current one, whether an action is due or queued."""
-    policy, prepare, meta = ours(kind, dataset, replace(WHOLE, budget=4, stride=2))
+    policy, prepare, meta = ours(kind, dataset, replace(WHOLE, history_frames=4, history_stride=2))
     counts: list[int] = []
     backbones = [policy.model.backbone] if kind == "act" else [encoder.backbone for encoder in policy._encoders]
     for backbone in backbones:
@@ -464,13 +466,13 @@ def test_missed_observations_are_reported(dataset):
 def test_a_memory_that_is_never_written_is_reported(dataset, monkeypatch):
     policy, prepare, _ = ours("act", dataset)
     monkeypatch.setitem(type(policy)._keep.__globals__, "IDLE", 3)
-    step = policy.recall.memory.step
+    step = policy.memory_head.memory.step
 
     def idle(state, content, raw):
         new, readout = step(state, content, raw)
-        return new._replace(cells=new.cells | {"slots": torch.zeros_like(new.cells["slots"])}), readout
+        return new._replace(cells=new.tensors | {"slots": torch.zeros_like(new.tensors["slots"])}), readout
 
-    monkeypatch.setattr(policy.recall.memory, "step", idle)
+    monkeypatch.setattr(policy.memory_head.memory, "step", idle)
     first, second, third = frames(dataset, prepare, torch.float32, 3)
     policy.observe(first)
     policy.observe(second)
@@ -480,7 +482,7 @@ def test_a_memory_that_is_never_written_is_reported(dataset, monkeypatch):
 
 def test_statistics_of_other_data_are_reported(dataset):
     policy, prepare, meta = ours("act", dataset)
-    policy.recall.content.mean += 5.0
+    policy.memory_head.content.mean += 5.0
     with pytest.warns(UserWarning, match="the memory's statistics are not of this dataset"):
         policy(batch_at(dataset, policy, prepare, meta, [10], torch.float32))
 

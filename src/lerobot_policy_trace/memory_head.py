@@ -1,10 +1,12 @@
-"""What a memory adds to a policy: the content it writes (`Content`), itself, and the adapter the policy sees (`Recall`),
-with the statistics of the dataset they were trained on. When they are used is not known here.
+"""What a memory adds to a policy (`MemoryHead`): the content it writes, the memory itself, and the adapter through which
+the policy is conditioned on its readout, with the statistics of the dataset they were trained on. When they are used is not
+known here.
 """
 
 import contextlib
 import os
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,16 +16,19 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
 from lerobot_policy_trace.configuration_trace import MemoryOptions
+from lerobot_policy_trace.episodes import MemoryInputs
 from lerobot_policy_trace.paths import Paths
-from trace_memory.config import build
+from trace_memory.config import PAPER_FORMS, build
+from trace_memory.memory import Memory, Readout
 from trace_memory.normalise import Moments, Normaliser
 
-FORM = 2  # of contents. 1: they and keys are normalised; 2: what is seen keeps its places
-ROUTED = 5  # of weights with slots. 3: routes are angles, and paths are written only where they mix; 5: routes are soft
+FORM = 6  # of weights; raised when the same weights would compute something else
+PLACES, POOLED = 3, 1  # on a side of the grid in which things are seen; the paper pools them
+Scan = Callable[[Tensor, Tensor, Tensor], Readout]  # contents, path, valid
 
 
 class Content(nn.Module):
-    """e_t = [v, p]: the backbone's maps, pooled to a coarse grid and averaged over cameras, and an embedding of the
+    """e_t = [v, p]: the encoder's maps, pooled to a coarse grid and averaged over cameras, and an embedding of the
     standardised state. Both are brought to the same scale, step by step: whatever training does to them, gates are not
     driven to where they stay shut.
     """
@@ -50,33 +55,40 @@ class Content(nn.Module):
         return maps if as_they_are else F.adaptive_avg_pool2d(maps, self.grid)
 
 
-class Recall(nn.Module):
-    """All that a memory adds to a policy: the content it writes, itself, and the adapter that the policy sees."""
-
-    def __init__(self, options: MemoryOptions, channels: int, vision: int):
-        super().__init__()
-        config = options.config(channels)
-        self.content = Content(vision, channels, config.width, options.places)
-        self.memory = build(config)
-        self.adapter: nn.Module = nn.Identity()
-        self.register_buffer("frames", torch.zeros((), dtype=torch.int64))  # states the statistics are of; 0: none yet
-        self.expected = ROUTED if hasattr(self.memory, "slots") else FORM  # what the weights are weights of
-        self.register_buffer("form", torch.tensor(self.expected))
-        self.width, self.weights, self.every = config.width, config.auxiliary, options.update_every
+class MemoryHead(nn.Module):
+    """Content, memory and adapter. `adapter` turns a readout into what the policy takes."""
 
     frames: Tensor
     form: Tensor
 
+    def __init__(self, options: MemoryOptions, channels: int, vision: int, adapter: Callable[[int, int], nn.Module]):
+        super().__init__()
+        config = options.config(channels)
+        self.content = Content(vision, channels, config.width, POOLED if config.name in PAPER_FORMS else PLACES)
+        self.memory: Memory = build(config)
+        self.adapter = adapter(config.width, config.hidden)
+        self.register_buffer("frames", torch.zeros((), dtype=torch.int64))  # states the statistics are of; 0: none yet
+        self.register_buffer("form", torch.tensor(FORM))
+        self.width, self.period = config.width, options.period
+
     def _load_from_state_dict(self, state: dict[str, Any], prefix: str, *rest: Any) -> None:
         """Refuses weights of another form, whatever `strict` says: they would load, and compute something else."""
-        found, mine = state.get(f"{prefix}form"), self.expected
-        if any(name.startswith(prefix) for name in state) and (found is None or int(found) != mine):
+        found = state.get(f"{prefix}form")
+        if any(name.startswith(prefix) for name in state) and (found is None or int(found) != FORM):
             errors: list[str] = rest[-1]
             errors.append(
-                f"{prefix}form: got {0 if found is None else int(found)}, expected {mine}: weights of a memory whose "
-                "contents or routes were made in another way (CHANGELOG). Train anew, or use the version that made them"
+                f"{prefix}form: got {0 if found is None else int(found)}, expected {FORM}: weights of a memory that "
+                "another version made (CHANGELOG). Train anew, or use that version"
             )
         super()._load_from_state_dict(state, prefix, *rest)
+
+    def scan(self, maps: list[Tensor], inputs: MemoryInputs, scan: Scan | None = None) -> Readout:
+        """Readouts of every step of whole episodes (E, T). `scan` may stand for the memory's own."""
+        contents = self.content(maps, inputs.states)
+        contents = contents.index_select(0, inputs.written.flatten()).unflatten(0, inputs.written.shape)
+        if scan is not None:
+            return scan(contents, inputs.path, inputs.valid)
+        return self.memory.scan(contents, inputs.path, inputs.valid)[1]
 
     @torch.no_grad()
     def fit(self, paths: Paths) -> None:
@@ -88,17 +100,18 @@ class Recall(nn.Module):
         moments.add(paths.states)
         self.content.mean.copy_(moments.mean)
         self.content.std.copy_(torch.where(moments.std > 1e-6, moments.std, 1.0))
-        normaliser = getattr(self.memory, "normaliser", None)
+        memory: Any = self.memory
+        normaliser = getattr(memory, "normaliser", None)
         if isinstance(normaliser, Normaliser):
-            signature: Any = self.memory.signature
-            going = "".join(f"-{channel}" for channel in normaliser.rates.nonzero()[:, 0].tolist())
-            kept = paths.keep(f"{type(signature).__name__}-{signature.depth}-{signature.fade}-{self.every}{going}-v4")
+            signature: Any = memory.signature
+            moving = "".join(f"-{channel}" for channel in normaliser.velocity_channels.nonzero()[:, 0].tolist())
+            kept = paths.keep(f"{type(signature).__name__}-{signature.depth}-{signature.fade}-{self.period}{moving}-v5")
             # A dataset that cannot be read from or written to here is no reason to stop.
             with contextlib.suppress(OSError, SafetensorError):
                 if kept is not None and kept.exists():
                     normaliser.load_state_dict(load_file(kept))
                     return
-            normaliser.fit([path[:: self.every] for path in paths.episodes()], signature)  # what it will see
+            normaliser.fit([path[:: self.period] for path in paths.episodes()], signature)  # what it will see
             with contextlib.suppress(OSError, SafetensorError):
                 if kept is not None:
                     kept.parent.mkdir(exist_ok=True)
@@ -118,3 +131,10 @@ class Recall(nn.Module):
                 "Train from a checkpoint of the same robot, or from scratch",
                 stacklevel=2,
             )
+
+    def prepare(self, paths: Paths) -> None:
+        """Fits the statistics if there are none yet, else checks them."""
+        if self.frames == 0:
+            self.fit(paths)
+        else:
+            self.check(paths)

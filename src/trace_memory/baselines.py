@@ -12,14 +12,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
 from trace_memory.keys import MLP
-from trace_memory.memory import Memory, MemoryState, Readout, Track
+from trace_memory.memory import Memory, MemoryState, PathFeatures, Readout
 
 
 class NoMemory(Memory):
     """Remembers nothing and says nothing: the base policy."""
 
     def _run(
-        self, state: MemoryState, contents: Tensor, track: Track | None, valid: Tensor
+        self, state: MemoryState, contents: Tensor, path: PathFeatures | None, valid: Tensor
     ) -> tuple[dict[str, Tensor], Readout]:
         return {}, self._empty(contents.new_zeros(*contents.shape[:2], self.width))
 
@@ -28,7 +28,7 @@ class GRUMemory(Memory):
     """A gated recurrent unit (Cho et al. 2014) over the contents; the hidden state is the one slot and the readout.
 
     Its update gate starts with a time-scale of `keep` steps (Tallec and Ollivier 2018): started as PyTorch does, it never
-    left chance on the probe, and a rival should be given its best form.
+    left chance on the probe, and a baseline should be given its best form.
     """
 
     def __init__(self, *, content: int, channels: int, width: int, keep: float = 64.0):
@@ -37,14 +37,14 @@ class GRUMemory(Memory):
         nn.init.constant_(self.cell.bias_hh[width : 2 * width], math.log(keep - 1))
 
     @property
-    def cell_shapes(self) -> dict[str, tuple[int, ...]]:
+    def shapes(self) -> dict[str, tuple[int, ...]]:
         """The hidden state."""
         return {"hidden": (self.width,)}
 
     def _run(
-        self, state: MemoryState, contents: Tensor, track: Track | None, valid: Tensor
+        self, state: MemoryState, contents: Tensor, path: PathFeatures | None, valid: Tensor
     ) -> tuple[dict[str, Tensor], Readout]:
-        h, states = state.cells["hidden"], []
+        h, states = state.tensors["hidden"], []
         inputs = F.linear(contents, self.cell.weight_ih, self.cell.bias_ih)
         for x, ok in zip(inputs.unbind(1), valid.unbind(1), strict=True):
             h = torch.where(ok[:, None], self._advance(h, x), h)
@@ -122,12 +122,12 @@ class TransformerContext(Memory):
         self.norm = nn.LayerNorm(width)
 
     @property
-    def cell_shapes(self) -> dict[str, tuple[int, ...]]:
+    def shapes(self) -> dict[str, tuple[int, ...]]:
         """Each layer's last inputs."""
         return {f"layer{i}": (self.window - 1, self.width) for i in range(len(self.blocks))}
 
     def _run(
-        self, state: MemoryState, contents: Tensor, track: Track | None, valid: Tensor
+        self, state: MemoryState, contents: Tensor, path: PathFeatures | None, valid: Tensor
     ) -> tuple[dict[str, Tensor], Readout]:
         past = _past(state.steps, self.window - 1, valid)
         visible = past.visible & (past.age < self.window)
@@ -137,7 +137,7 @@ class TransformerContext(Memory):
         cells = {}
         x = self.embed(contents)
         for i, block in enumerate(self.blocks):
-            cell = state.cells[f"layer{i}"]
+            cell = state.tensors[f"layer{i}"]
             cells[f"layer{i}"] = _push(cell, x, valid)
             x = block(x, cell, visible, self.age[i][:, past.age.clamp(0, self.window - 1)])
         z = self.norm(x)
@@ -157,14 +157,14 @@ class LRUMemory(Memory):
         self.strength = nn.Linear(content, 2)  # write gate, read sharpness
 
     @property
-    def cell_shapes(self) -> dict[str, tuple[int, ...]]:
+    def shapes(self) -> dict[str, tuple[int, ...]]:
         """Rows, how lately each was used, and the last read."""
         return {"rows": (self.rows, self.width), "usage": (self.rows,), "read": (self.rows,)}
 
     def _run(
-        self, state: MemoryState, contents: Tensor, track: Track | None, valid: Tensor
+        self, state: MemoryState, contents: Tensor, path: PathFeatures | None, valid: Tensor
     ) -> tuple[dict[str, Tensor], Readout]:
-        cells = dict(state.cells)
+        cells = dict(state.tensors)
         drive = (F.normalize(self.key(contents), dim=-1), self.value(contents), self.strength(contents))
         rows, zs, reads = [], [], []
         for now, ok in zip(zip(*(x.unbind(1) for x in drive), strict=True), valid.unbind(1), strict=True):
@@ -199,18 +199,18 @@ class RetrievalPrompt(Memory):
         self.value = MLP(content, width, width)
 
     @property
-    def cell_shapes(self) -> dict[str, tuple[int, ...]]:
+    def shapes(self) -> dict[str, tuple[int, ...]]:
         """Keys and values of every kept step."""
         return {"keys": (self.capacity - 1, self.width), "values": (self.capacity - 1, self.width)}
 
     def _run(
-        self, state: MemoryState, contents: Tensor, track: Track | None, valid: Tensor
+        self, state: MemoryState, contents: Tensor, path: PathFeatures | None, valid: Tensor
     ) -> tuple[dict[str, Tensor], Readout]:
         keys, values = self.key(contents), self.value(contents)
         past = _past(state.steps, self.capacity - 1, valid)
         visible = past.visible & (past.age < self.capacity)
-        all_keys = torch.cat([state.cells["keys"], keys], dim=1)
-        all_values = torch.cat([state.cells["values"], values], dim=1)
+        all_keys = torch.cat([state.tensors["keys"], keys], dim=1)
+        all_values = torch.cat([state.tensors["values"], values], dim=1)
         score = self.query(contents) @ all_keys.transpose(1, 2) / math.sqrt(self.width)
         best = score.masked_fill(~visible, -torch.inf).topk(min(self.top, score.shape[-1]), dim=-1)
         found = torch.isfinite(best.values)
@@ -218,7 +218,10 @@ class RetrievalPrompt(Memory):
         index = best.indices.flatten(1)[..., None].expand(-1, -1, self.width)
         prompt = all_values.gather(1, index).unflatten(1, best.indices.shape[1:]) * found[..., None]
         prompt, alpha = _pad(prompt, self.top, -2), _pad(alpha, self.top, -1)
-        cells = {"keys": _push(state.cells["keys"], keys, valid), "values": _push(state.cells["values"], values, valid)}
+        cells = {
+            "keys": _push(state.tensors["keys"], keys, valid),
+            "values": _push(state.tensors["values"], values, valid),
+        }
         return cells, self._empty((alpha[..., None, :] @ prompt)[..., 0, :], prompt, alpha)
 
 
