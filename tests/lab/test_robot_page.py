@@ -53,7 +53,7 @@ def checkpoint(tmp_path_factory) -> Path:
 
 def test_the_loop_runs_as_it_is_printed(checkpoint, monkeypatch):
     (code,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
-    code = code.replace("outputs/run/checkpoints/last/pretrained_model", str(checkpoint))
+    code = code.replace("outputs/laundry/checkpoints/last/pretrained_model", str(checkpoint))
     loop: dict = {}
     exec(code, loop)
     monkeypatch.setattr(time, "sleep", lambda _: None)
