@@ -114,9 +114,9 @@ def keys(paths: "Paths", found: Findings) -> None:
     import torch
     from trace_memory.trace import FADE
 
-    from trace_memory import MemoryConfig, build
+    from trace_memory import MemoryConfig, TraceMemory
 
-    memory = build(MemoryConfig(channels=paths.states.shape[1], content=8, width=8, hidden=8))
+    memory = TraceMemory.from_config(MemoryConfig(channels=paths.states.shape[1], content=8, width=8, hidden=8))
     normaliser, signature = memory.normaliser, memory.signature
     episodes = paths.episodes()
     normaliser.fit(episodes, signature)
