@@ -1,5 +1,5 @@
 """The suite as a LeRobot environment type: `lerobot-eval --env.type=trace_bench --env.task=Book`. Here are the options and
-the batches in which LeRobot rolls policies out; the tasks are in `trace_bench`, and MuJoCo waits until options are given.
+the batches in which LeRobot rolls policies out; the tasks are in `trace_bench`. MuJoCo is imported when options are given.
 """
 
 import multiprocessing
@@ -7,6 +7,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
+from types import ModuleType
 from typing import Any
 
 import gymnasium
@@ -17,7 +18,7 @@ from lerobot.envs.configs import EnvConfig
 from lerobot.envs.utils import FreezeAfterEpisodeEnd, _LazyAsyncVectorEnv
 from lerobot.utils.constants import ACTION, OBS_IMAGES, OBS_STATE
 
-from trace_bench.registry import TASKS
+from trace_errors import TraceError, UsageError
 
 STATE = "agent_pos"  # the name under which LeRobot looks for the robot's state in an observation
 
@@ -45,19 +46,18 @@ class TraceBenchEnv(EnvConfig):
     def __post_init__(self) -> None:
         try:
             self._check()
-        except ValueError as error:  # a DecodingError is what LeRobot's commands print without a traceback
+        except TraceError as error:  # a DecodingError is what LeRobot's commands print without a traceback
             raise DecodingError((), str(error)) from error
 
     def _check(self) -> None:
-        from trace_bench.env import OptionError
-
-        asked = TASKS if self.task.strip().lower() == "all" else self.task.split(",")
+        tasks = simulator().tasks.TASKS
+        asked = tasks if self.task.strip().lower() == "all" else self.task.split(",")
         # The environments know best what is allowed and what they give. Building one takes 10 ms.
         envs = [build(name.strip(), self.gym_kwargs) for name in asked]
         for env in envs:
             rate = env.metadata["render_fps"]
             if self.fps not in (0, rate):
-                raise OptionError(f"fps: got {self.fps}, expected {rate}, the rate of profile {self.profile!r}")
+                raise UsageError(f"fps: got {self.fps}, expected {rate}, the rate of profile {self.profile!r}")
             self.fps = rate
         self.task = ",".join(dict.fromkeys(env.get_wrapper_attr("task") for env in envs))
         self._describe(envs[0])
@@ -107,8 +107,18 @@ class Workers(_LazyAsyncVectorEnv):
             self._env = AsyncVectorEnv(self._env_fns, context="forkserver", autoreset_mode=mode)
 
 
+def simulator() -> ModuleType:
+    """`trace_bench`, with what it simulates with."""
+    try:
+        import trace_bench.env
+    except ModuleNotFoundError as error:
+        raise UsageError(
+            f"trace_bench, the simulated suite, needs {error.name}, which is not installed; "
+            "pip install 'lerobot_policy_trace[sim]'"
+        ) from error
+    return trace_bench
+
+
 def build(task: str, options: Mapping[str, Any]) -> gymnasium.Env:
     """One environment, also inside a worker: importing `trace_bench` there chooses how MuJoCo draws."""
-    from trace_bench.env import make
-
-    return FreezeAfterEpisodeEnd(make(task, **options))
+    return FreezeAfterEpisodeEnd(simulator().env.make(task, **options))

@@ -9,6 +9,9 @@ from typing import Any
 import numpy as np
 from lerobot.robots import Robot, RobotConfig
 
+from lerobot_policy_trace.env import simulator
+from trace_errors import ControlError
+
 logger = logging.getLogger(__name__)
 
 
@@ -32,13 +35,11 @@ class TraceBenchRobot(Robot):
 
     def __init__(self, config: TraceBenchRobotConfig):
         super().__init__(config)
-        from trace_bench.env import make
-        from trace_bench.robot import CAMERAS, CHANNELS
-
-        self.config, self.camera_names = config, CAMERAS
+        bench = simulator()
+        self.config, self.camera_names = config, bench.robot.CAMERAS
         # lerobot-rollout takes only numbers with these endings for state and action
-        self.channels = [f"{name}.{'vel' if name.startswith('base') else 'pos'}" for name in CHANNELS]
-        self.env = make(config.task, split=config.split, profile=config.profile, size=config.size)
+        self.channels = [f"{name}.{'vel' if name.startswith('base') else 'pos'}" for name in bench.robot.CHANNELS]
+        self.env = bench.env.make(config.task, split=config.split, profile=config.profile, size=config.size)
         self.cameras: dict[str, Any] = {}  # none of LeRobot's: the pictures come with the observation
         self.observation: dict[str, Any] | None = None
         self.over = False
@@ -77,7 +78,8 @@ class TraceBenchRobot(Robot):
 
     def get_observation(self) -> dict[str, Any]:
         """What the robot sees and measures now."""
-        assert self.observation is not None, "connect() first"
+        if self.observation is None:
+            raise ControlError("robot: got get_observation() before connect(), expected connect() first")
         state = zip(self.channels, self.observation["agent_pos"].tolist(), strict=True)
         return dict(state) | self.observation["pixels"]
 

@@ -13,10 +13,11 @@ from numpy.typing import NDArray
 from trace_bench.episode import SPLITS, Episode, Split, draw_cue
 from trace_bench.expert import Expert
 from trace_bench.referee import Outcome, Record, classify
-from trace_bench.registry import load
 from trace_bench.robot import CAMERAS, CHANNELS, HIGH, LOW, Vector
 from trace_bench.task import PROFILES, Profile, Task
+from trace_bench.tasks import load
 from trace_bench.world import World
+from trace_errors import ControlError, UsageError
 
 Observation = dict[str, Any]
 LARGEST = 960  # pixels along a side; the drawing buffer's
@@ -26,21 +27,13 @@ PATIENCE = 1.6  # a rollout may take this much longer than an unhurried expert
 WAIT, LONGEST = 2.0, 3
 
 
-class ActionError(ValueError):
-    """An action that cannot be carried out; nothing was changed."""
-
-
-class OptionError(ValueError):
-    """An option of an environment or of its reset that makes no sense."""
-
-
 class BenchEnv(gymnasium.Env[Observation, NDArray[np.float32]]):
     """One robot at one task. The same seed gives the same episode, bit for bit.
 
     `delay` is the least number of control steps between the cue's disappearance and the first branch, `limit` the number
     after which a rollout is stopped, `size` that of pixels along a side of a picture; None is the profile's or the task's.
-    Pictures are drawn at control steps for which `looks` is true, and shown again in between: for policies that do not look
-    there. At the beginning of an episode it must be.
+    Pictures are rendered at control steps for which `renders` is true, and shown again in between: for policies that do not
+    encode those. At the beginning of an episode it must be.
     """
 
     def __init__(
@@ -53,28 +46,28 @@ class BenchEnv(gymnasium.Env[Observation, NDArray[np.float32]]):
         limit: int | None = None,
         size: int = 96,
         cameras: tuple[str, ...] = CAMERAS,
-        looks: Callable[[int], bool] | None = None,
+        renders: Callable[[int], bool] | None = None,
         render_mode: str | None = "rgb_array",
     ):
         if split not in SPLITS:
-            raise OptionError(f"split: got {split!r}, expected one of {', '.join(SPLITS)}")
+            raise UsageError(f"split: got {split!r}, expected one of {', '.join(SPLITS)}")
         if not isinstance(cameras, tuple | list) or set(cameras) - set(CAMERAS):
-            raise OptionError(f"cameras: got {cameras!r}, expected a tuple of some of {', '.join(CAMERAS)}")
+            raise UsageError(f"cameras: got {cameras!r}, expected a tuple of some of {', '.join(CAMERAS)}")
         if not isinstance(profile, Profile):
             if profile not in PROFILES:
-                raise OptionError(f"profile: got {profile!r}, expected one of {', '.join(PROFILES)}")
+                raise UsageError(f"profile: got {profile!r}, expected one of {', '.join(PROFILES)}")
             profile = PROFILES[profile] or task.paper
         if render_mode not in {None, "rgb_array"}:
-            raise OptionError(f"render_mode: got {render_mode!r}, expected 'rgb_array' or None")
+            raise UsageError(f"render_mode: got {render_mode!r}, expected 'rgb_array' or None")
         _integer("size", size, 8, LARGEST, "pixels")
-        if looks is not None and not looks(0):
-            raise OptionError("looks: got False for step 0, expected True: an episode begins with a picture")
+        if renders is not None and not renders(0):
+            raise UsageError("renders: got False for step 0, expected True: an episode begins with a picture")
         if delay is not None:
             _integer("delay", delay, 0, None, "control steps")
         if limit is not None:
             _integer("limit", limit, 1, None, "control steps")
         self.bench, self.split, self.profile, self.size, self.cameras = task, split, profile, size, tuple(cameras)
-        self.looks = looks
+        self.renders = renders
         self.delay = profile.delay if delay is None else delay
         self.task, self.task_description = task.name, task.instruction  # LeRobot asks for these names
         self.render_mode = render_mode
@@ -115,7 +108,7 @@ class BenchEnv(gymnasium.Env[Observation, NDArray[np.float32]]):
         asked.pop("lerobot_new_rollout", None)  # LeRobot's word for a reset that is meant
         cue = asked.pop("cue", None)
         if asked:
-            raise OptionError(f"options: got {', '.join(map(repr, asked))}, expected only 'cue'")
+            raise UsageError(f"options: got {', '.join(map(repr, asked))}, expected only 'cue'")
         if cue is None:
             cue = draw_cue(self.bench.name, number, self.split, count)
         _integer("cue", cue, 0, count - 1, f"({', '.join(self.bench.cues)})")
@@ -131,15 +124,15 @@ class BenchEnv(gymnasium.Env[Observation, NDArray[np.float32]]):
     def step(self, action: NDArray[Any]) -> tuple[Observation, SupportsFloat, bool, bool, dict[str, Any]]:
         """One control step. The reward is the share of all stages that succeeded in it."""
         if self._over:
-            raise RuntimeError("the episode is over: call reset() before the next step()")
+            raise ControlError("the episode is over: call reset() before the next step()")
         action = np.asarray(action)
         if action.shape != (len(CHANNELS),):
-            raise ActionError(f"action: got shape {action.shape}, expected ({len(CHANNELS)},)")
+            raise ControlError(f"action: got shape {action.shape}, expected ({len(CHANNELS)},)")
         if not np.issubdtype(action.dtype, np.floating) and not np.issubdtype(action.dtype, np.integer):
-            raise ActionError(f"action: got dtype {action.dtype}, expected real numbers; the robot was not moved")
+            raise ControlError(f"action: got dtype {action.dtype}, expected real numbers; the robot was not moved")
         if not (finite := np.isfinite(action)).all():
             bad = [name for name, good in zip(CHANNELS, finite, strict=True) if not good]
-            raise ActionError(f"action: not a finite number in {', '.join(bad)}; the robot was not moved")
+            raise ControlError(f"action: not a finite number in {', '.join(bad)}; the robot was not moved")
         self.world.step(action.astype(np.float64))
         self.bench.tick(self.world)
         reward = self.referee.watch(self.world)
@@ -172,7 +165,7 @@ class BenchEnv(gymnasium.Env[Observation, NDArray[np.float32]]):
             "episode_step": np.array([self.record.steps], dtype=np.int32),
         }
         if self.cameras:
-            if self.looks is None or self.looks(self.record.steps):
+            if self.renders is None or self.renders(self.record.steps):
                 self._seen = {name: self.world.render(name, self.size, self.size) for name in self.cameras}
             observation["pixels"] = dict(self._seen)
         return observation
@@ -191,11 +184,11 @@ class BenchEnv(gymnasium.Env[Observation, NDArray[np.float32]]):
 
 
 def _integer(name: str, value: Any, low: int, high: int | None, unit: str) -> None:
-    """An OptionError unless the value is a whole number within bounds."""
+    """A UsageError unless the value is a whole number within bounds."""
     whole = isinstance(value, int | np.integer) and not isinstance(value, bool)
     if not whole or value < low or (high is not None and value > high):
         span = f"{low} or more" if high is None else f"{low} to {high}"
-        raise OptionError(f"{name}: got {value!r}, expected {span} {unit}")
+        raise UsageError(f"{name}: got {value!r}, expected {span} {unit}")
 
 
 def make(task: str, **options: Any) -> BenchEnv:

@@ -11,6 +11,8 @@ import mujoco
 import numpy as np
 from numpy.typing import NDArray
 
+from trace_errors import ControlError
+
 Hand = Literal["left", "right"]
 Vector = NDArray[np.float64]
 HANDS: tuple[Hand, ...] = ("left", "right")
@@ -139,7 +141,7 @@ class Kinematics:
     def solve(
         self, targets: Mapping[Hand, mink.SE3], *, tolerance: float = 2e-3, rounds: int = 300
     ) -> dict[Hand, Vector]:
-        """Six joint angles for each hand that has a target; a target out of reach is a ValueError."""
+        """Six joint angles for each hand that has a target; a target out of reach is a ControlError."""
         tasks: list[mink.FrameTask] = []
         for hand, target in targets.items():
             task = mink.FrameTask(f"{hand}_pinch", "site", position_cost=1.0, orientation_cost=0.3)
@@ -157,7 +159,7 @@ class Kinematics:
             miss = float(np.linalg.norm(task.compute_error(configuration)[:3]))
             if miss > tolerance:
                 where = np.round(targets[hand].translation(), 3).tolist()
-                raise ValueError(f"the {hand} hand cannot reach {where} (base frame): {1000 * miss:.0f} mm short")
+                raise ControlError(f"the {hand} hand cannot reach {where} (base frame): {1000 * miss:.0f} mm short")
         return {hand: configuration.q[self.columns[hand]].copy() for hand in targets}
 
 

@@ -27,6 +27,7 @@ from trace_bench.robot import (
     ready_posture,
 )
 from trace_bench.scene import Scene
+from trace_errors import SimulationError
 
 GRASP_RADIUS = 0.06  # an object is held once a gripper closes this near to it, metres
 CLOSED, OPEN = 0.45, 0.55  # gripper opening below / above which it counts as closed / open
@@ -34,10 +35,6 @@ STEP = 0.005  # longest physics step, seconds
 SENSOR = np.array([*3 * [1e-3], *2 * [*6 * [1e-4], 1e-3]])  # resolution of each channel: m/s, rad/s, rad, opening
 DONE = (0.20, 0.90, 0.25, 1.0)  # the colour of what has been done
 LAMPS = ((0.75, 0.10, 0.08, 1.0), (0.10, 0.85, 0.20, 1.0), (0.15, 0.35, 1.0, 1.0), (0.95, 0.95, 0.95, 1.0))
-
-
-class RenderError(RuntimeError):
-    """The cameras cannot draw; the message says what to install."""
 
 
 _drawing_process: int | None = None  # a child forked from a process that has drawn would hang
@@ -260,13 +257,13 @@ class World:
         """One picture (height, width, 3)."""
         global _drawing_process
         if _drawing_process not in {None, os.getpid()}:
-            raise RenderError(
+            raise SimulationError(
                 "this process was forked from one that had already drawn, and GL does not survive that: "
                 "start workers with context='forkserver' or 'spawn'"
             )
         if (height, width) not in self._renderers:
             if "glfw" in mujoco.GLContext.__module__ and not (os.getenv("DISPLAY") or os.getenv("WAYLAND_DISPLAY")):
-                raise RenderError(
+                raise SimulationError(
                     "mujoco was imported before trace_bench and chose to draw on a screen, but there is none: "
                     "set MUJOCO_GL=egl, or import trace_bench first"
                 )
@@ -275,7 +272,7 @@ class World:
                 _drawing_process = os.getpid()
                 atexit.register(_close, weakref.ref(self))  # before EGL itself is shut down
             except Exception as error:
-                raise RenderError(
+                raise SimulationError(
                     f"no picture could be drawn ({type(error).__name__}: {error}). Software GL is installed by: "
                     "apt-get install -y libegl1 libgl1 libgl1-mesa-dri libosmesa6   (then MUJOCO_GL=egl or osmesa)"
                 ) from error

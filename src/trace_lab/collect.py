@@ -9,8 +9,6 @@ import json
 import os
 import shlex
 import shutil
-import sys
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -18,18 +16,19 @@ from concurrent.futures import FIRST_COMPLETED, Executor, Future, ProcessPoolExe
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from trace_bench.env import BenchEnv, OptionError
-from trace_bench.registry import TASKS, UnknownTaskError, load
-from trace_bench.world import RenderError
-from trace_lab import dataset, pictures
-from trace_lab.card import card
-from trace_lab.dataset import WORK, Attempt, Finished, FolderError, Settings, shard
+from trace_bench.tasks import TASKS, load
+from trace_errors import DatasetError, RunError, SimulationError, UsageError
+from trace_lab import dataset, gallery
+from trace_lab.dataset import WORK, Attempt, Finished, Settings, shard
+from trace_lab.progress import progress
+
+if TYPE_CHECKING:
+    from trace_bench.env import BenchEnv
 
 EPISODES = {
     "Tool": 100,
@@ -39,16 +38,9 @@ EPISODES = {
     "Medicine": 60,
     "Signal": 40,
 }  # the paper's, and one more
+USUAL = 50  # of a task that is not in this table
 BYTES_A_PIXEL, BYTES_A_FRAME, COPIES = 0.10, 250, 3  # measured, on the low side; shards, groups and the whole
 PATIENCE = 10  # failures of the expert beyond the number of episodes asked for, after which something is wrong
-
-
-class UsageError(Exception):
-    """Options that do not go together."""
-
-
-class CollectError(Exception):
-    """The collection cannot go on; what is finished stays."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +51,7 @@ class Plan:
     episodes: int
     out: Path
 
-    def env(self) -> BenchEnv:
+    def env(self) -> "BenchEnv":
         """An environment that draws nothing."""
         return self.settings.env(cameras=())
 
@@ -107,12 +99,12 @@ def estimate(plan: Plan, missing: int) -> int:
 
 
 def check_space(plans: list[Plan], missing: list[int]) -> None:
-    """A FolderError if the disk clearly cannot hold it."""
+    """A DatasetError if the disk clearly cannot hold it."""
     needed = sum(estimate(plan, count) for plan, count in zip(plans, missing, strict=True))
     place = next(path for path in (plans[0].out.absolute(), *plans[0].out.absolute().parents) if path.exists())
     free = shutil.disk_usage(place).free
     if free < needed:
-        raise FolderError(f"not enough space at {place}: about {megabytes(needed)} needed, {megabytes(free)} free")
+        raise DatasetError(f"not enough space at {place}: about {megabytes(needed)} needed, {megabytes(free)} free")
 
 
 def megabytes(count: int) -> str:
@@ -128,7 +120,7 @@ def locked(work: Path) -> Iterator[None]:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            raise FolderError(f"{work.parent}: another tracemem collect is at work there") from error
+            raise DatasetError(f"{work.parent}: another tracemem collect is at work there") from error
         yield
 
 
@@ -136,7 +128,6 @@ def locked(work: Path) -> Iterator[None]:
 def workers_of(count: int) -> Iterator[Executor]:
     """Worker processes, or this one for one. When an exception leaves, they give up what they are doing."""
     if count == 1:
-        dataset.obey(threading.Event())
         yield Inline()
         return
     import multiprocessing
@@ -165,19 +156,17 @@ def episodes(plan: Plan, begin: int, missing: int, pool: Executor, window: int, 
     done, end = {}, begin + missing
     earlier = dataset.attempts(work)
     queue, running = deque(range(begin, end)), set[Future]()
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[speed]}"))
     started, steps = time.perf_counter(), 0
-    with Progress(*columns, TimeRemainingColumn(), console=console) as progress:
-        bar = progress.add_task(f"{plan.settings.task}: episodes", total=missing, speed="")
+    with progress(f"{plan.settings.task}: episodes", missing, console=console, keep=True) as bar:
 
         def note(attempt: Attempt) -> None:
             nonlocal end
             done[attempt.index] = attempt
             if not attempt.note:
-                progress.advance(bar)
+                bar.advance()
                 return
             if len(done) > 2 * missing + PATIENCE:
-                raise CollectError(f"the expert fails too often, last: {attempt.note}")
+                raise RunError(f"the expert fails too often, last: {attempt.note}")
             queue.append(end)
             end += 1
 
@@ -194,7 +183,7 @@ def episodes(plan: Plan, begin: int, missing: int, pool: Executor, window: int, 
             for future in ready:
                 attempt = future.result()
                 steps += attempt.steps
-                progress.update(bar, speed=f"{steps / (time.perf_counter() - started):.0f} steps/s")
+                bar.update(bar.done, f"{steps / (time.perf_counter() - started):.0f} steps/s")
                 note(attempt)
     return [done[index] for index in sorted(done)]
 
@@ -207,14 +196,14 @@ def draw(plan: Plan, rows: list[dict[str, Any]], pool: Executor) -> Callable[[],
     folder.mkdir()
     first = {row["cue"]: row for row in reversed(rows)}
     jobs = [
-        (cues[cue], row, pool.submit(pictures.film, plan.settings, row, folder / f"{pictures.slug(cues[cue])}.mp4"))
+        (cues[cue], row, pool.submit(gallery.film, plan.settings, row, folder / f"{gallery.slug(cues[cue])}.mp4"))
         for cue, row in sorted(first.items())
     ]
 
     def finish() -> Path:
         lines = [(cue, row, job.result()) for cue, row, job in jobs]
         title = f"{plan.settings.task}: one episode for each cue, with the number of steps taken"
-        pictures.contact_sheet(title, lines, folder / "contact_sheet.png")
+        gallery.contact_sheet(title, lines, folder / "contact_sheet.png")
         return folder
 
     return finish
@@ -262,7 +251,7 @@ def assemble(plan: Plan, finished: Finished, tries: list[Attempt], pool: Executo
         target = dataset.merge(out, shards, settings, finished, pool)
         finish().rename(target / "pictures")
         command = go_on([replace(plan, out=Path(out.name))])
-        (target / "README.md").write_text(card(settings, plan.env(), finished, rows, command))
+        (target / "README.md").write_text(dataset.card(settings, plan.env(), finished, rows, command))
         target.rename(out / WORK / "merged")
         dataset.install(out)
     return finished
@@ -281,7 +270,13 @@ def plans_of(task: str | None, episodes: int | None, out: Path, settings: Settin
         raise UsageError(f"--first-seed: got {settings.first_seed}, expected 0 or more")
     names = TASKS if task is None else (load(task).name,)
     return [
-        resolve(Plan(replace(settings, task=name), episodes or EPISODES[name], out / name.lower() if every else out))
+        resolve(
+            Plan(
+                replace(settings, task=name),
+                episodes or EPISODES.get(name, USUAL),
+                out / name.lower() if every else out,
+            )
+        )
         for name in names
     ]
 
@@ -307,11 +302,16 @@ def stored(plans: list[Plan]) -> int:
     """Episodes that are safe on disk."""
     count = 0
     for plan in plans:
-        with contextlib.suppress(FolderError):
+        with contextlib.suppress(DatasetError):
             begun = dataset.check(plan.out, plan.settings)
             fresh = [a for a in dataset.attempts(plan.out / WORK).values() if not a.note and a.index >= begun.attempts]
             count += begun.episodes + len(fresh)
     return count
+
+
+def how_to_go_on(plans: list[Plan]) -> str:
+    """What is safe, and the command that does the rest."""
+    return f"Finished episodes: {stored(plans)}. To go on, the same command again:\n  {go_on(plans)}"
 
 
 def disk_full(error: BaseException | None) -> bool:
@@ -326,11 +326,6 @@ def disk_full(error: BaseException | None) -> bool:
 def tell(console: Console, text: str) -> None:
     """A line as it is: paths are neither wrapped nor read as markup."""
     console.print(text, markup=False, highlight=False, soft_wrap=True)
-
-
-def say(text: str) -> None:
-    """An error, to the terminal."""
-    print(f"tracemem collect: {text}", file=sys.stderr)  # noqa: T201
 
 
 def collect(
@@ -366,34 +361,24 @@ def collect(
         json_: print the results as JSON instead of sentences.
     """
     console = Console(stderr=json_)
-    plans: list[Plan] = []
+    if workers != "auto" and workers < 1:
+        raise UsageError(f"--workers: got {workers}, expected auto, or 1 or more")
+    plans = plans_of(task, episodes, out, Settings("", split, size, profile, delay, first_seed), every=all_)
+    missing = [max(0, plan.episodes - dataset.check(plan.out, plan.settings).episodes) for plan in plans]
+    check_space(plans, missing)
+    cores = len(os.sched_getaffinity(0)) if workers == "auto" else workers
+    count = max(1, min(cores, max(missing)))
     try:
-        plans = plans_of(task, episodes, out, Settings("", split, size, profile, delay, first_seed), every=all_)
-        if workers != "auto" and workers < 1:
-            raise UsageError(f"--workers: got {workers}, expected auto, or 1 or more")
-        missing = [max(0, plan.episodes - dataset.check(plan.out, plan.settings).episodes) for plan in plans]
-        check_space(plans, missing)
-        cores = len(os.sched_getaffinity(0)) if workers == "auto" else workers
-        count = max(1, min(cores, max(missing)))
-        with workers_of(count) as pool:
+        with dataset.temporary_cache(), workers_of(count) as pool:
             results = [make(plan, pool, 2 * count if count > 1 else 1, console) for plan in plans]
-    except (UsageError, UnknownTaskError, OptionError) as error:
-        say(str(error))
-        return 2
-    except (FolderError, CollectError, RenderError) as error:
-        say(str(error))
-        return 1
-    except KeyboardInterrupt:
-        say(f"stopped. Finished episodes: {stored(plans)}. To go on:\n  {go_on(plans)}")
-        return 130
-    except BrokenProcessPool:
-        say(f"a worker died (out of memory?). Finished episodes: {stored(plans)}. To go on:\n  {go_on(plans)}")
-        return 1
+    except KeyboardInterrupt as stop:
+        raise KeyboardInterrupt(f"stopped. {how_to_go_on(plans)}") from stop
+    except BrokenProcessPool as error:
+        raise SimulationError(f"a worker died (out of memory?). {how_to_go_on(plans)}") from error
     except (OSError, RuntimeError) as error:
         if not disk_full(error):
             raise
-        say(f"the disk is full. Finished episodes: {stored(plans)}. When there is space, to go on:\n  {go_on(plans)}")
-        return 1
+        raise RunError(f"the disk is full. {how_to_go_on(plans)}") from error
     if json_:
         print(json.dumps([vars(result) for result in results]))  # noqa: T201
     return 0

@@ -1,67 +1,35 @@
 """`tracemem compare`: tasks by methods by training seeds. Demonstrations are collected once a task, every method is trained
-and evaluated on the same episodes, several at once; what is finished is never done again. The work itself is done by
-`collect`, `train` and `eval`, each step a command that `runners` run; the tables are `stats`'.
+and evaluated on the same episodes; what is finished is never done again, and it ends with its tables. The work itself is
+done by `collect`, `train` and `eval`, as jobs of a `queue`.
 """
 
 import json
 import os
-import sys
-import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, wait
-from dataclasses import dataclass, field
-from functools import partial
+import signal
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import tyro
 from rich.console import Console
 from rich.markdown import Markdown
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
-from trace_bench.registry import TASKS, VERSIONS, UnknownTaskError, load
-from trace_lab import lines, packing, stats
-from trace_lab.collect import EPISODES, tell
-from trace_lab.dataset import write_json
-from trace_lab.recipe import POLICIES, Recipe, RecipeError, known, parse, recipe
-from trace_lab.run import Run, RunError, commit, differences, versions
-from trace_lab.runners import Here, OnRay
-from trace_lab.tables import markdown, to_json
+from trace_bench.tasks import TASKS, VERSIONS, load
+from trace_errors import RunError, UsageError
+from trace_lab.progress import progress
+from trace_lab.queue import Job, Line, Local, OnRay, Queue, Runner, last_words
+from trace_lab.recipe import Recipe, known, parse, recipe
+from trace_lab.results import POLICIES, Method, Reading, Rollout, whole, write
+from trace_lab.tables import draw, markdown, report, to_json
+from trace_memory.registry import METHODS
 
-RIVALS = ("gru", "transformer", "lru", "retrieval")
-ABLATIONS = ("current", "signature-only", "unrouted", "no-delta", "mean-read", "no-auxiliary")
-GROUPS = {
-    "main": ["act", "diffusion", "act+trace", "diffusion+trace"],
-    "rivals": [f"act+{name}" for name in RIVALS],
-    "ablations": [f"act+{name}" for name in ABLATIONS],
-}
-GROUPS["all"] = [f"{policy}+{name}" for policy in POLICIES for name in ("none", "trace", *RIVALS, *ABLATIONS)]
-POLL = 2.0  # seconds between two looks at how far everything is
-
-
-class CompareError(Exception):
-    """The comparison cannot begin; nothing was changed."""
-
-
-# -- what is to be done ----------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Step:
-    """A command, what must be done before it, and how to see whether it is done."""
-
-    name: str
-    kind: Literal["collect", "train", "eval"]
-    command: tuple[str, ...]
-    amount: int  # episodes or updates
-    progress: Callable[[], int] = field(compare=False)  # how many of them are done
-    after: str | None = None
-
-    @property
-    def done(self) -> bool:
-        """Whether nothing is left to do."""
-        return self.progress() >= self.amount
+# Core seconds, to plan with until something has been measured: on one busy core of 2025, and beside one H200.
+EPISODE = {"collect": 8.0, "eval": 8.0}  # of one episode
+TARGET = {"tiny": 0.01, "default": 0.6, "paper": 0.6}  # of one target of an update on a CPU
+TARGET_GPU = 0.001  # the same on a GPU
+GPU_JOBS = 8  # at once on one GPU, if there are twice as many cores: more brought nothing more when it was measured
 
 
 @dataclass(frozen=True)
@@ -70,7 +38,7 @@ class Plan:
 
     out: Path
     tasks: tuple[str, ...]
-    methods: tuple[tuple[str, str], ...]  # policy, memory
+    methods: tuple[Method, ...]
     seeds: tuple[int, ...]
     preset: str
     changes: tuple[str, ...]  # NAME=VALUE
@@ -78,235 +46,251 @@ class Plan:
     size: int
     episodes: int
     data: Path
-    encoder: int = 0  # updates of the stock policy whose encoder all methods share
-    encoders: Path | None = None  # the comparison that has these encoders already
-
-    @property
-    def settings(self) -> tuple[str, ...]:
-        """NAME=VALUE of every method's training."""
-        return (*self.changes, "backbone=frozen") if self.encoder or self.encoders else self.changes
-
-    def encoder_of(self, task: str) -> Run:
-        """The run whose encoder all methods have on a task: ACT's, also with Diffusion Policy, if there is one."""
-        place = (self.encoders or self.out) / task.lower() / "encoder"
-        trains = "act" if any(policy == "act" for policy, _ in self.methods) else "diffusion"
-        there = [policy for policy in POLICIES if self.encoders and Run(place / policy).trained()]
-        return Run(place / (there or [trains])[0])
 
     def made(self, policy: str, memory: str) -> Recipe:
         """How a method is trained; the same for all but for the method itself."""
-        return recipe(self.preset, policy, memory, parse(self.settings))
+        return recipe(self.preset, policy, memory, parse(self.changes))
 
     @property
     def fixed(self) -> dict[str, Any]:
         """What all cells of a folder must share. Tasks, methods and seeds may be added to."""
-        from lerobot_policy_trace.recall import FORM, ROUTED
-
         return {
             "preset": self.preset,
             "changes": sorted(self.changes),
             "demonstrations": self.demonstrations,
             "size": self.size,
             "suite": VERSIONS,
-            "contents": [FORM, ROUTED],
-            "encoder": [self.encoder, self.encoder_of(self.tasks[0]).folder.name] if self.encoder else 0,
-            "encoders": str(self.encoders) if self.encoders else None,
         }
 
+    def run(self, task: str, method: Method, seed: int) -> Path:
+        """The folder of a training."""
+        return self.out / task.lower() / "+".join(method) / f"seed{seed}"
 
-def method(name: str) -> tuple[str, str]:
-    """`act`, `diffusion+gru`, ...: a policy and a memory, by name."""
-    from trace_memory.config import MEMORIES
+    @property
+    def command(self) -> str:
+        """The command that makes it, without this machine's folders."""
+        words = ["tracemem compare --out OUT", "--tasks", *self.tasks, "--methods", *map("+".join, self.methods)]
+        words += ["--seeds", *map(str, self.seeds), "--preset", self.preset]
+        words += ["--set", *self.changes] if self.changes else []
+        words += ["--demonstrations", str(self.demonstrations)] if self.demonstrations else []
+        return " ".join([*words, f"--size {self.size} --episodes {self.episodes}"])
 
+
+# -- methods ---------------------------------------------------------------------------------------------------------------
+
+
+def groups() -> dict[str, list[str]]:
+    """Names for several methods at once."""
+    kinds = {kind: [name for name, each in METHODS.items() if each.kind == kind] for kind in ("baseline", "ablation")}
+    return {
+        "main": ["act", "diffusion", "act+trace", "diffusion+trace"],
+        "baselines": [f"act+{name}" for name in kinds["baseline"]],
+        "ablations": [f"act+{name}" for name in kinds["ablation"]],
+        "all": [f"{policy}+{name}" for policy in POLICIES for name in METHODS],
+    }
+
+
+def method(name: str) -> Method:
+    """A policy and a memory, by name.
+
+    Example:
+        >>> method("diffusion+gru")
+        ('diffusion', 'gru')
+    """
     policy, _, memory = name.partition("+")
-    return known("method", policy, POLICIES), known(f"method {policy}+", memory or "none", list(MEMORIES))
+    return known("method", policy, list(POLICIES)), known(f"method {policy}+", memory or "none", list(METHODS))
 
 
-def methods_of(names: Sequence[str]) -> tuple[tuple[str, str], ...]:
+def methods_of(names: Sequence[str]) -> tuple[Method, ...]:
     """Methods and groups of methods, each once."""
-    found = [method(each) for name in names for each in GROUPS.get(name, [name])]
-    return tuple(dict.fromkeys(found))
+    all_ = groups()
+    return tuple(dict.fromkeys(method(each) for name in names for each in all_.get(name, [name])))
 
 
-def steps_of(plan: Plan, workers: int) -> list[Step]:
-    """The graph: collect a task; train the shared encoder, if there is one; train each method and seed; evaluate them."""
-    steps = []
-    for task in plan.tasks:
-        data, count = plan.data / task.lower(), plan.demonstrations or EPISODES[task]
-        command = ("collect", task, "--episodes", str(count), "--size", str(plan.size), "--out", str(data))
-        steps.append(Step(f"{task}: collect", "collect", command, count, partial(collected, data)))
-        if plan.encoder:
-            steps.append(encoder(plan, task))
-    for seed, (policy, memory), task in product(plan.seeds, plan.methods, plan.tasks):  # all of a seed before the next
-        steps += cell(plan, task, policy, memory, seed, workers)
-    return steps
+# -- jobs ------------------------------------------------------------------------------------------------------------------
 
 
-def training(plan: Plan, task: str, run: Run, policy: str, memory: str, seed: int) -> tuple[str, ...]:
-    """The command that trains a method on a task, but for its settings."""
-    return (
-        *("train", str(plan.data / task.lower()), "--out", str(run.folder), "--policy", policy, "--memory", memory),
-        *("--preset", plan.preset, "--seed", str(seed), "--cache", str(plan.data / "frames" / task.lower())),
-    )
+def jobs_of(plan: Plan, *, workers: int = 1, gpu: bool = False) -> list[Job]:
+    """The jobs in the order of their urgency: all of a seed before the next, each evaluation before more trainings, each
+    collection before the first training that needs it.
+    """
+    jobs: dict[str, Job] = {}
+    for seed, each, task in product(plan.seeds, plan.methods, plan.tasks):
+        data = collection(plan, task, workers)
+        jobs.setdefault(data.name, data)
+        for job in cell(plan, task, each, seed, workers, gpu=gpu):
+            jobs[job.name] = job
+    return list(jobs.values())
 
 
-def encoder(plan: Plan, task: str) -> Step:
-    """Training of the stock policy whose encoder every method shares. It must not learn choices by heart (0009)."""
-    run, settings = plan.encoder_of(task), (*plan.changes, f"steps={plan.encoder}", "branches=0")
-    command = (*training(plan, task, run, run.folder.name, "none", 0), "--set", *settings)
-    return Step(f"{task}: encoder", "train", command, plan.encoder, run.trained, f"{task}: collect")
+def name_of(task: str, method: Method, seed: int) -> str:
+    """The name of a training."""
+    return f"{task}: {'+'.join(method)}, seed {seed}"
 
 
-def cell(plan: Plan, task: str, policy: str, memory: str, seed: int, workers: int) -> list[Step]:
+def evaluation_of(training: str) -> str:
+    """The name of its evaluation."""
+    return f"{training}, evaluation"
+
+
+def collection(plan: Plan, task: str, workers: int) -> Job:
+    """The demonstrations of a task."""
+    data = plan.data / task.lower()
+    count = plan.demonstrations or demonstrations_of(task)
+    command = ("collect", task, "--episodes", str(count), "--size", str(plan.size), "--out", str(data))
+    hours = count * EPISODE["collect"] / 3600
+    return Job(f"{task}: collect", command, (), ("--workers", str(workers)), str(data / "meta" / "info.json"), hours)
+
+
+def demonstrations_of(task: str) -> int:
+    """The paper's number of demonstrations of a task."""
+    from trace_lab.collect import EPISODES, USUAL
+
+    return EPISODES.get(task, USUAL)
+
+
+def cell(plan: Plan, task: str, method: Method, seed: int, workers: int, *, gpu: bool) -> list[Job]:
     """Training and evaluation of one method on one task with one seed."""
-    name = f"{task}: {policy}+{memory}, seed {seed}"
-    run = Run(plan.out / task.lower() / f"{policy}+{memory}" / f"seed{seed}")
-    shared = ("--encoder", str(plan.encoder_of(task).folder)) if plan.encoder or plan.encoders else ()
-    settings = ("--set", *plan.settings) if plan.settings else ()
-    train = (*training(plan, task, run, policy, memory, seed), *shared, *settings)
-    place = run.folder / "evaluation" / task
-    evaluate = ("eval", str(run.folder), "--task", task, "--episodes", str(plan.episodes), "--workers", str(workers))
-    needs = f"{task}: encoder" if plan.encoder else f"{task}: collect"
+    policy, memory = method
+    name, run = name_of(task, method, seed), plan.run(task, method, seed)
+    train = (
+        *("train", str(plan.data / task.lower()), "--out", str(run), "--policy", policy, "--memory", memory),
+        *("--preset", plan.preset, "--seed", str(seed)),
+        *(("--set", *plan.changes) if plan.changes else ()),
+    )
+    cache = ("--cache", str(plan.data / "frames" / task.lower()))  # after --set, whose words end at the next option
+    evaluate = ("eval", str(run), "--task", task, "--episodes", str(plan.episodes))
+    made = plan.made(policy, memory)
+    target = TARGET_GPU if gpu else TARGET.get(plan.preset, TARGET["default"])
+    last, played = run / "checkpoints" / "last", run / "evaluation" / task / "evaluation.jsonl"
+    cost = made.steps * made.batch * target / 3600, plan.episodes * EPISODE["eval"] / 3600
+    options = ("--workers", str(workers))
     return [
-        Step(name, "train", train, plan.made(policy, memory).steps, run.trained, needs),
-        Step(f"{name}, evaluation", "eval", evaluate, plan.episodes, lambda: evaluated(place), name),
+        Job(name, train, (f"{task}: collect",), cache, str(last), cost[0]),
+        Job(evaluation_of(name), evaluate, (name,), options, str(played), cost[1]),
     ]
 
 
-def collected(data: Path) -> int:
-    """Episodes a dataset holds."""
-    note = data / "meta" / "trace_bench.json"
-    told = json.loads(note.read_text()) if note.exists() and not (data / ".collect").exists() else {}
-    return int(told["episodes"]) if told and told.get("suite") == VERSIONS[told["task"]] else 0  # `collect` says why
+# -- core hours ------------------------------------------------------------------------------------------------------------
 
 
-def evaluated(place: Path) -> int:
-    """Episodes played to their end."""
-    results = place / "evaluation.jsonl"
-    return results.read_bytes().count(b"\n") if results.exists() else 0
+def kind(job: Job) -> str:
+    """collect, train or eval."""
+    return job.command[0]
+
+
+def hours(jobs: Sequence[Job], lines: Mapping[str, Line], threads: int = 1) -> dict[str, float]:
+    """Core hours of each job: measured if it is done, else planned, times what done ones of its kind took of their plan."""
+    spent: dict[str, float] = {}
+    factors: dict[str, list[tuple[float, float]]] = {}
+    for job in jobs:
+        line = lines.get(job.name)
+        if line and line.state == "done" and line.job.command == job.command and line.seconds:
+            spent[job.name] = line.seconds * threads / 3600
+            factors.setdefault(kind(job), []).append((spent[job.name], job.hours))
+    scale = {name: sum(a for a, _ in found) / sum(b for _, b in found) for name, found in factors.items()}
+    return {job.name: spent.get(job.name, job.hours * scale.get(kind(job), 1.0)) for job in jobs}
+
+
+def listing(jobs: Sequence[Job], lines: Mapping[str, Line], threads: int) -> str:
+    """What is done and what is to be done, with core hours."""
+    each = hours(jobs, lines, threads)
+    done = {job.name for job in jobs if (line := lines.get(job.name)) and line.state == "done"}
+    rows = [f"{'done ' if job.name in done else 'to do'}  {each[job.name]:8.2f}  {job.name}" for job in jobs]
+    left = sum(each[job.name] for job in jobs if job.name not in done)
+    measured = "by those that are done" if done else "a rough plan: nothing has been measured yet"
+    return "\n".join(
+        ["       core h", *rows, f"{len(jobs) - len(done)} jobs to do, {left:.1f} core hours ({measured})"]
+    )
 
 
 # -- doing it --------------------------------------------------------------------------------------------------------------
 
 
-def work(steps: list[Step], runner: Any, out: Path, console: Console) -> dict[str, Path]:
-    """Does what is not done, in order of need; returns the logs of steps that failed. Steps that need those are left."""
-    waiting = {step.name: step for step in steps if not step.done}
-    open_names = set(waiting)
-    running: dict[Future[int], Step] = {}
-    failed: dict[str, Path] = {}
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[news]}"))
-    with Progress(*columns, TimeRemainingColumn(), console=console) as progress:
-        bars = {kind: bar(progress, kind, steps) for kind in ("collect", "train", "eval")}
-        while waiting or running:
-            collecting = any(step.kind == "collect" for step in running.values())
-            for step in sorted(waiting.values(), key=lambda step: step.kind != "eval"):  # results before more trainings
-                ready = step.after not in open_names and not (step.kind == "collect" and collecting)
-                if step.after in failed:
-                    failed[step.name] = failed[step.after or ""]
-                    del waiting[step.name]
-                elif ready and len(running) < runner.room:
-                    collecting |= step.kind == "collect"  # it uses all cores: one at a time
-                    running[runner.submit(step.command, log_of(out, step))] = waiting.pop(step.name)
-            finished, _ = wait(running, timeout=POLL, return_when=FIRST_COMPLETED)
-            for future in finished:
-                step = running.pop(future)
-                open_names.discard(step.name)
-                lost = future.exception()  # a machine that went away, for instance
-                if lost or future.result() or not step.done:
-                    failed[step.name] = log_of(out, step)
-                    why = f"{lost!r}" if lost else f"exit code {future.result()}"
-                    tell(console, f"{step.name} failed ({why}): {last_words(log_of(out, step))}")
-            show(progress, bars, steps, list(running.values()))
-    return failed
+def work(queue: Queue, jobs: Sequence[Job], runner: Runner, console: Console, threads: int = 1) -> dict[str, str]:
+    """Does what is not done; returns for each job that is left why."""
+    queue.add(jobs)
+    names = {job.name for job in jobs}
+    before = sum(1 for name, line in queue.lines().items() if name in names and line.state == "done")
+    with progress("jobs", len(jobs), done=before, console=console) as bar:
+
+        def tell(line: Line) -> None:
+            lines = {name: each for name, each in queue.lines().items() if name in names}
+            done = [name for name, each in lines.items() if each.state == "done"]
+            each = hours(jobs, lines, threads)
+            spent, all_ = sum(each[name] for name in done), sum(each.values())
+            now = ", ".join(name for name, each in lines.items() if each.state == "running")
+            bar.update(len(done), f"{spent:.1f} of {all_:.1f} core hours, now {now or 'nothing'}")
+            if line.state in {"failed", "waiting"}:
+                again = "; it is tried once more" if line.state == "waiting" else ""
+                say(console, f"{line.job.name} failed{again}: {last_words(queue.log(line.job.name))}")
+
+        return queue.run(runner, tell)
 
 
-def bar(progress: Progress, kind: str, steps: list[Step]) -> TaskID:
-    """A bar for all steps of a kind."""
-    words = {"collect": "demonstrations", "train": "updates", "eval": "rollouts"}
-    return progress.add_task(words[kind], total=sum(step.amount for step in steps if step.kind == kind), news="")
-
-
-def show(progress: Progress, bars: dict[str, TaskID], steps: list[Step], running: list[Step]) -> None:
-    """How far everything is."""
-    for kind, task in bars.items():
-        now = [step.name for step in running if step.kind == kind]
-        done = sum(min(step.amount, step.progress()) for step in steps if step.kind == kind)
-        progress.update(task, completed=done, news=f"{len(now)} begun" if now else "")
-
-
-def log_of(out: Path, step: Step) -> Path:
-    """Where a step's words go."""
-    plain = "".join(c if c.isalnum() or c in "+-" else "_" for c in step.name.lower())
-    return out / "logs" / f"{plain}.log"
-
-
-def last_words(log: Path) -> str:
-    """The last line of a log that says something."""
-    said = log.read_text(errors="replace") if log.exists() else ""
-    lines = [line.strip() for line in said.splitlines() if line.strip()]
-    return f"{lines[-1][:300]} ({log})" if lines else str(log)
-
-
-def fit(plan: Plan, out: Path, console: Console) -> int:
-    """How many trainings at once, by measurement on this machine; what was measured is kept in packing.json."""
-    import torch
-
-    if not torch.cuda.is_available():
-        return 1  # a training uses all cores of a CPU by itself
-    note, device = out / "packing.json", packing.device_name()
-    rows = packing.load(note, device)
-    if rows is None:
-        task = plan.tasks[0]
-        with Here(1, os.cpu_count() or 1) as runner:
-            steps = [step for step in steps_of(plan, 1) if step.name == f"{task}: collect"]
-            if failed := work(steps, runner, out, console):
-                raise CompareError(f"{task} could not be collected: {last_words(next(iter(failed.values())))}")
-        policy, memory = plan.methods[-1]
-        if plan.encoder:
-            memory = "none"  # the encoders' trainings are the largest
-        names = [f"preset={plan.preset}", f"policy={policy}", f"memory={memory}", *plan.changes]
-        with console.status(f"measuring how many trainings at once are fastest here (kept in {note})"):
-            rows = packing.measure(plan.data / task.lower(), settings=names)
-        write_json(note, {"device": device, "settings": names, "rows": [vars(row) for row in rows]})
-    told = ", ".join(f"{row.count}: {row.total:,.0f} targets/s" for row in rows)
-    tell(console, f"trainings at once on {device}: {packing.choose(rows)} ({told})")
-    return packing.choose(rows)
-
-
-# -- the command -----------------------------------------------------------------------------------------------------------
+def say(console: Console, text: str) -> None:
+    """A line as it is."""
+    console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 def check_folder(plan: Plan) -> None:
     """The folder is new, or one of the same settings; then notes what was asked for."""
+    from trace_lab.dataset import write_json
+    from trace_lab.run import commit, differences, versions
+
     note = plan.out / "compare.json"
     recipes = {f"{policy}+{memory}": plan.made(policy, memory).to_dict() for policy, memory in plan.methods}
     if note.exists():
         told, fixed = json.loads(note.read_text()), json.loads(json.dumps(plan.fixed))
-        before = {name: Recipe().to_dict() | each for name, each in told["recipes"].items() if name in recipes}
+        before = {name: each for name, each in told["recipes"].items() if name in recipes}
         now = json.loads(json.dumps({name: recipes[name] for name in before}))
         if differ := differences(told["fixed"], fixed) or differences(before, now):
-            raise CompareError(
-                f"{plan.out} is a comparison with other settings ({'; '.join(differ)}); choose another --out, or the same "
-                "settings. Tasks, methods, seeds and rollouts may be added to"
+            raise UsageError(
+                f"--out: {plan.out} is a comparison with other settings ({'; '.join(differ)}); choose another folder, or "
+                "the same settings. Tasks, methods, seeds and rollouts may be added to"
             )
         recipes = told["recipes"] | recipes
     elif plan.out.exists() and any(plan.out.iterdir()):
-        raise CompareError(f"{plan.out} is not empty and has no compare.json, expected a new folder")
+        raise UsageError(f"--out: {plan.out} is not empty and has no compare.json, expected a new folder")
     plan.out.mkdir(parents=True, exist_ok=True)
     write_json(note, {"fixed": plan.fixed, "recipes": recipes, "commit": commit(), "versions": versions()})
 
 
-def tables(out: Path, console: Console) -> dict[str, Any]:
-    """Tables of all rollouts there are, as files and on the screen."""
-    if not (reading := lines.read(out)).rollouts:
+# -- its tables ------------------------------------------------------------------------------------------------------------
+
+
+def finish(plan: Plan, queue: Queue, console: Console) -> dict[str, Any]:
+    """Writes results.parquet, results.json, tables.md and methods.svg of all cells that are done; returns the tables."""
+    from trace_lab.run import versions
+
+    if not any(plan.out.rglob("evaluation.jsonl")):
         return {}
-    made = stats.report(reading)
-    (out / "tables.md").write_text(markdown(made))
-    write_json(out / "tables.json", to_json(made))
+    reading = whole(plan.out)
+    lines = queue.lines()
+
+    def known_by(each: Rollout) -> Rollout:
+        """With what trained and evaluated it, without this machine's folders."""
+        name = name_of(each.record.task, each.method, each.training_seed)
+        made = [lines[job].job.command for job in (name, evaluation_of(name)) if job in lines]
+        text = " && ".join(f"tracemem {' '.join(command)}" for command in made)
+        text = text.replace(str(plan.data), "OUT/data").replace(str(plan.out), "OUT")
+        return replace(each, size=each.size or plan.preset, command=text)
+
+    reading = Reading(tuple(map(known_by, reading.rollouts)), reading.notes)
+    if not reading.rollouts:
+        return {}
+    unfinished = [name for name, line in lines.items() if line.state != "done"]
+    told = {"decides": "", "command": [plan.command], "versions": versions(), "unfinished": unfinished}
+    write(plan.out / "results.parquet", reading.rollouts, **told)
+    made = report(reading)
+    (plan.out / "tables.md").write_text(markdown(made))
+    draw(reading, plan.out / "methods.svg")
     console.print(Markdown(markdown({"main": made["main"]})))
-    tell(console, f"Wrote {out / 'tables.md'} and {out / 'tables.json'}")
+    say(console, f"Wrote results.parquet, results.json, tables.md and methods.svg in {plan.out}")
     return to_json(made)
+
+
+# -- the command -----------------------------------------------------------------------------------------------------------
 
 
 def compare(
@@ -320,81 +304,91 @@ def compare(
     demonstrations: int | None = None,
     size: int = 96,
     episodes: int = 25,
-    encoder: int = 0,
-    encoders: Path | None = None,
     data: Path | None = None,
-    runner: Literal["ray", "here"] = "ray",
+    jobs: int | None = None,
     address: str | None = None,
-    jobs: int | Literal["auto"] = "auto",
     plan_only: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False,
     json_: Annotated[bool, tyro.conf.arg(name="json"), tyro.conf.FlagCreatePairsOff] = False,
 ) -> int:
     """Compares memories: collects demonstrations, trains every method on every task, lets all do the same held-out episodes.
 
     What is finished is never done again: stopped, killed or asked for more tasks, methods or seeds, the same command does
-    what is missing. Several trainings share a GPU, as many as are fastest together when measured there.
+    what is missing. A job that fails is tried once more; its log is in OUT/logs.
 
     Args:
-        out: folder of the comparison: data, runs, logs, tables.md, tables.json.
+        out: folder of the comparison: data, runs, queue.jsonl, logs, results.parquet, results.json, tables.md, methods.svg.
         tasks: tasks of the suite, or all.
-        methods: POLICY or POLICY+MEMORY, for instance act act+trace diffusion+gru; or main, rivals, ablations, all.
+        methods: POLICY or POLICY+MEMORY, for instance act act+trace diffusion+gru; or main, baselines, ablations, all.
         seeds: training seeds.
-        preset: of the recipe: default, paper or tiny.
+        preset: of the recipe, as for tracemem train.
         set_: other numbers of the recipe, as for tracemem train.
         demonstrations: episodes a task; the paper's numbers if not said.
         size: width and height of the pictures, pixels.
         episodes: held-out rollouts of each trained policy.
-        encoder: if not 0, the stock policy (ACT, if any method has it) is trained for so many updates on each task first;
-            all methods share its encoder, which stays as it is then. Much faster than an encoder for each.
-        encoders: the folder of a comparison that has trained such encoders, with any settings: its are used.
         data: folder of the datasets; out/data if not said. Collections that are there are used.
-        runner: ray (this machine, or a cluster), or here: processes of this machine, without Ray.
-        address: of a Ray cluster whose machines share these folders; a Ray of our own if not said.
-        jobs: trainings at once on a GPU; auto measures.
-        plan_only: say what would be done, and do nothing.
+        jobs: at once on each machine; if not said 1 on a CPU, and on a GPU half as many as there are cores, 8 at most.
+        address: of a Ray cluster whose machines share these folders; processes of this machine if not said.
+        plan_only: list the jobs and their core hours, and do nothing.
         json_: print the tables as JSON.
     """
     console = Console(stderr=json_)
+    names = tuple(TASKS) if "all" in tasks else tuple(dict.fromkeys(load(task).name for task in tasks))
+    for name, value in {"jobs": jobs, "episodes": episodes, "size": size, "demonstrations": demonstrations}.items():
+        if value is not None and value < 1:
+            raise UsageError(f"--{name}: got {value}, expected 1 or more")
+    for name, words in {"tasks": names, "methods": methods, "seeds": seeds}.items():
+        if not words:
+            raise UsageError(f"--{name}: got none, expected one or more")
+    out = out.absolute()  # other machines begin in other folders
+    place = (data or out / "data").absolute()
+    plan = Plan(
+        out,
+        names,
+        methods_of(methods),
+        tuple(dict.fromkeys(seeds)),
+        preset,
+        set_,
+        demonstrations,
+        size,
+        episodes,
+        place,
+    )
+    for policy, memory in plan.methods:
+        plan.made(policy, memory)
+    import torch  # after all that can be wrong
+
+    gpu, cores = torch.cuda.is_available(), len(os.sched_getaffinity(0))
+    count = jobs or (max(1, min(GPU_JOBS, cores // 2)) if gpu else 1)
+    threads = max(1, cores // count)
+    queue, todo = Queue(out), jobs_of(plan, workers=threads, gpu=gpu)
+    say(console, listing(todo, queue.lines(), threads))
+    if plan_only:
+        return 0
+    check_folder(plan)
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # a polite kill ends it as Ctrl-C does
     try:
-        names = tuple(TASKS) if "all" in tasks else tuple(dict.fromkeys(load(task).name for task in tasks))
-        out = out.absolute()  # other machines begin in other folders
-        chosen, place = methods_of(methods), (data or out / "data").absolute()
-        plan = Plan(
-            out, names, chosen, tuple(dict.fromkeys(seeds)), preset, set_, demonstrations, size, episodes, place, encoder,
-            encoders.absolute() if encoders else None,
-        )  # fmt: skip
-        for policy, memory in chosen:
-            plan.made(policy, memory)
-        if isinstance(jobs, int) and jobs < 1:
-            raise CompareError(f"jobs: got {jobs}, expected 1 or more")
-        if encoder < 0:
-            raise CompareError(f"encoder: got {encoder}, expected a number of updates, or 0 for none")
-        if encoder and encoders:
-            raise CompareError("encoder and encoders: train them here, or use those of another comparison; not both")
-        for task in names if encoders else ():
-            if not (run := plan.encoder_of(task)).trained():
-                raise CompareError(f"encoders: {run.folder}: no trained policy there; compare --encoder makes them")
-            if json.loads((run.folder / "run.json").read_text())["asked"]["recipe"].get("branches", 1):
-                tell(console, f"{run.folder}: trained without branches=0, may have {task}'s choices by heart (0009)")
-        if plan_only:
-            for step in steps_of(plan, 1):
-                tell(console, f"{'done' if step.done else 'to do'}: {step.name}")
-            return 0
-        check_folder(plan)
-        begun = time.perf_counter()
-        count = fit(plan, out, console) if jobs == "auto" else jobs
-        share = max(1, (os.cpu_count() or 1) // count)
-        steps = steps_of(plan, share)
-        with Here(count, share) if runner == "here" else OnRay(count, share, address) as at_work:
-            failed = work(steps, at_work, out, console)
-        found = tables(out, console)
-    except (RecipeError, UnknownTaskError, CompareError, RunError, packing.PackingError, lines.LineError) as error:
-        print(f"tracemem compare: {error}", file=sys.stderr)  # noqa: T201
-        return 2
+        left = _work(queue, todo, address, count, threads, console)
     except KeyboardInterrupt:
-        print(f"tracemem compare: stopped. The same command goes on; finished work is in {out}", file=sys.stderr)  # noqa: T201
-        return 130
+        raise KeyboardInterrupt(f"stopped. The same command goes on; finished work is in {out}") from None
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    found = finish(plan, queue, console)
     if json_:
         print(json.dumps(found))  # noqa: T201
-    tell(console, f"{len(steps) - len(failed)} of {len(steps)} steps done, {time.perf_counter() - begun:.0f} s")
-    return 1 if failed else 0
+    say(console, f"{len(todo) - len(left)} of {len(todo)} jobs done")
+    if left:
+        why = "; ".join(f"{name}: {reason}" for name, reason in list(left.items())[:3])
+        raise RunError(f"{len(left)} of {len(todo)} jobs could not be done. {why}. The same command tries them again")
+    return 0
+
+
+def _work(
+    queue: Queue, todo: Sequence[Job], address: str | None, count: int, threads: int, console: Console
+) -> dict[str, str]:
+    if address is None:
+        return work(queue, todo, Local(count, threads), console, threads)
+    cluster = OnRay(address, count, threads)
+    try:
+        return work(queue, todo, cluster, console, threads)
+    finally:
+        cluster.close()

@@ -13,6 +13,7 @@ from rich.table import Table
 TASK, DELAY, SIZE = "Signal", 20, 64
 MEMORIES = {"none": "without a memory", "trace": "with TRACE"}
 FILMS = 4
+PRESET = "tiny"
 # Small enough for two cores: one camera, the encoder as it comes, whole episodes.
 RECIPE: dict[str, Any] = {
     "cameras": "overhead",
@@ -21,25 +22,24 @@ RECIPE: dict[str, Any] = {
     "targets": 8,
     "lr": 1e-3,
     "memory_lr": 1e-3,
-    "still": 0.25,  # more than half of an episode is waiting; what matters is what comes of it
+    "rest_weight": 0.25,  # more than half of an episode is waiting; what matters is what comes of it
     "checkpoint": 400,
     "policy.use_vae": "false",
-    "policy.n_action_steps": 5,  # looks up twice a second: who acts for longer without looking leaves before the lamp
-    "memory.update_every": 4,
+    "policy.n_action_steps": 5,  # predicts twice a second: a policy that acts for longer leaves before the lamp lights
+    "memory.period": 4,
 }
 
 
-def found(out: Path, memory: str) -> dict[str, Any]:
-    """What came of the episodes of one policy."""
-    content: dict[str, Any] = json.loads((out / memory / "evaluation" / TASK / "evaluation.json").read_text())
-    return content["summary"]
+def evaluation(out: Path, memory: str) -> Path:
+    """Where the episodes of one policy are."""
+    return out / memory / "evaluation" / TASK
 
 
 def rows(out: Path) -> list[tuple[str, str, str, str]]:
     """The results, one row a policy."""
     made = []
     for memory, words in MEMORIES.items():
-        each = found(out, memory)
+        each: dict[str, Any] = json.loads((evaluation(out, memory) / "evaluation.json").read_text())["summary"]
         right = each["branch_accuracy"]
         chosen = "none taken" if right is None else f"{right:.0%} of {each['decisions']}"
         done = f"{each['outcomes'].get('success', 0)} of {each['episodes']}"
@@ -72,8 +72,8 @@ def curves(out: Path) -> Path:
 
 
 def report(out: Path, seed: int, demonstrations: int) -> Path:
-    """The page."""
-    from trace_lab.inside import draw, holder, twins
+    """The page, and the moving picture beside it."""
+    from trace_lab import films, inside
     from trace_lab.page import Page
 
     page = Page("A policy that remembers")
@@ -84,26 +84,29 @@ def report(out: Path, seed: int, demonstrations: int) -> Path:
     )
     page.text(
         f"The same LeRobot ACT was trained twice on the same {demonstrations} demonstrations (seed {seed}) and tried on "
-        "the same held-out episodes. Nothing on this page is prepared: it is what this machine has just done."
+        "the same held-out episodes. Everything on this page was made by the run that wrote it."
     )
     page.table(NAMES, rows(out))
     page.text("Guessing gets half of the choices right. An episode ends with a wrong choice.")
     page.heading("Held-out episodes")
-    for memory, words in MEMORIES.items():
-        films = sorted((out / memory / "evaluation" / TASK / "videos").glob("*.mp4"))
-        page.films([(path, f"{words}: {path.stem.replace('-', ' ')}") for path in films])
-    page.heading("Learning")
-    page.picture(curves(out), "The error that is left without a memory is the choice it cannot know.")
+    found = films.takes({words: evaluation(out, memory) for memory, words in MEMORIES.items()}, TASK)
+    page.text(f"The first {len(found)} of them, each as both policies did it. The films of a row play together.")
+    for seed_, each in found.items():
+        page.films([(take.video, f"Episode {seed_}, {take.caption} ({take.outcome}).") for take in each])
+    films.side_by_side(found[films.telling(found)], out / "films.webp")
+    page.heading("Training")
+    page.picture(curves(out), "Error of the predicted actions on the demonstrations, update by update.")
+    pair = inside.counterfactual(out / "trace", TASK, seed=0, delay=DELAY)
+    slot, share = inside.most_different(pair)
+    inside.draw(pair, out / "inside.png")
     page.heading("Inside the memory")
-    pair = twins(out / "trace", TASK, seed=0, delay=DELAY)
-    slot, share = holder(pair)
-    draw(pair, out / "inside.png")
     page.picture(
-        out / "inside.png", "One held-out episode, done by the expert once for each colour, as the memory sees it."
+        out / "inside.png",
+        "Held-out episode 0, done by the expert once for each colour of the card. A row of a panel is a slot of the memory.",
     )
     page.text(
-        "Until the lamp lights, the two episodes differ in the card only, so whatever differs between the two memories at "
-        f"that moment is what they know of it. They differ most in slot {slot}, by {share:.0%} of its size."
+        "Until the lamp lights the two episodes differ in nothing but the card, so any difference between the two memories "
+        f"comes from it. When the lamp lights they differ most in slot {slot}, by {share:.0%} of its size."
     )
     path = out / "report.html"
     page.save(path)
@@ -122,7 +125,8 @@ def demo(
     """Shows what a memory is for: collects demonstrations of a short task, trains ACT without a memory and with TRACE, tries
     both on held-out episodes, prints the table and writes a report. Under 20 minutes on two CPU cores.
 
-    Stopped, it goes on where it was when called again.
+    Stopped, it goes on where it was when called again. The report is report.html; films.webp shows one held-out episode as
+    both policies did it.
 
     Args:
         out: the folder; a folder for each seed is made in it.
@@ -154,7 +158,7 @@ def demo(
     for number, (memory, words) in enumerate(MEMORIES.items(), start=2):
         section(f"{number}. LeRobot's ACT, {words}")
         run = place / memory
-        code = train(data, out=run, memory=memory, preset="tiny", seed=seed, steps=steps, set_=settings, device=device)
+        code = train(data, out=run, memory=memory, preset=PRESET, seed=seed, steps=steps, set_=settings, device=device)
         code = code or evaluate(run, task=TASK, episodes=episodes, delay=DELAY, videos=FILMS, device=device)
         if code:
             return code

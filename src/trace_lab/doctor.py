@@ -1,37 +1,50 @@
-"""`tracemem doctor`: looks at a LeRobot dataset before anyone trains on it, and says in plain words what a memory would find
-there, what training would cost, and whether a memory is needed at all.
+"""`tracemem doctor`: looks at a LeRobot dataset before anyone trains on it, and says what a memory would find there, what
+training would cost, and whether a memory is needed at all.
+
+The last is asked of delayed evidence: at many moments of the episodes, how much of what the robot does next can be predicted
+from the present frame, and how much more when the first frames are known too? Linear regression on small pictures: a hint,
+not a proof.
 """
 
 import json
-import math
-import sys
+import shlex
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
-import torch
 import tyro
-from accelerate import Accelerator
+from numpy.typing import NDArray
 from rich.console import Console
-from rich.progress import track
 
-from lerobot_policy_trace.paths import DatasetError, Paths
-from trace_lab.evidence import Evidence, examine, moments
-from trace_lab.frames import FramesError, Job, decode, jobs_of, open_dataset, open_frames, shapes_of
-from trace_lab.recipe import RecipeError, recipe
-from trace_lab.train import Training
-from trace_memory.config import PRESETS, SIGNATURES
-from trace_memory.normalise import Normaliser
+from trace_errors import DatasetError
+from trace_lab.progress import progress
+from trace_lab.recipe import recipe
+from trace_lab.source import describe
+
+if TYPE_CHECKING:
+    from lerobot_policy_trace.paths import Paths
+
+Array = NDArray[np.float64]
 
 SMALL = 12  # width and height of the pictures that are compared
 MOST = 200  # episodes that are looked at
 FEW = 20  # episodes below which little can be said
 JUMP = 50.0  # times its usual step that a channel may move at once
 STILL = 1e-6
+LONG = 20  # times the length over which a key fades: longer paths are likely noise
+
+GRID = 20  # moments of an episode that are looked at
+EARLY = 4  # of them count as early: the first fifth
+AHEAD = 3  # moments that count as what the robot does next
+RIDGES = (0.03, 0.1, 0.3, 1.0)
+WEIGHTS = (0.3, 1.0, 3.0)  # of the first frames beside the present one
+SHUFFLES = 200
+SURE, MUCH, PLAIN = 0.01, 0.1, 0.8  # significance; share that must be gained; share that counts as all explained
+FEWEST = 12  # episodes
 
 
 @dataclass
@@ -43,6 +56,9 @@ class Findings:
     figures: dict[str, Any] = field(default_factory=dict)
 
 
+# -- what is in it ---------------------------------------------------------------------------------------------------------
+
+
 def names_of(meta: Any, feature: str) -> list[str]:
     """Names of a feature's channels, or their numbers."""
     shape, names = meta.features[feature]["shape"], meta.features[feature].get("names")
@@ -51,9 +67,9 @@ def names_of(meta: Any, feature: str) -> list[str]:
     return [str(name) for name in flat] if flat and len(flat) == count else [str(number) for number in range(count)]
 
 
-def inventory(meta: Any, paths: Paths, found: Findings) -> list[str]:
+def inventory(meta: Any, paths: "Paths", found: Findings) -> list[str]:
     """Features and lengths; returns the cameras."""
-    cameras = list(shapes_of(meta, None, len(paths.states)))
+    cameras = list(meta.video_keys)
     lengths = (paths.ends - paths.starts).numpy()
     low, middle, high = int(lengths.min()), int(np.median(lengths)), int(lengths.max())
     found.figures |= {
@@ -77,7 +93,7 @@ def inventory(meta: Any, paths: Paths, found: Findings) -> list[str]:
     return cameras
 
 
-def states(meta: Any, paths: Paths, found: Findings) -> None:
+def states(meta: Any, paths: "Paths", found: Findings) -> None:
     """Channels that stand still or jump."""
     names, x = names_of(meta, "observation.state"), paths.states.numpy().astype(np.float64)
     still = [name for name, spread in zip(names, x.std(0), strict=True) if spread < STILL]
@@ -93,11 +109,15 @@ def states(meta: Any, paths: Paths, found: Findings) -> None:
         found.told.append(f"Channels that jump now and then (an angle that wraps, a lost sample?): {', '.join(leaps)}.")
 
 
-def keys(paths: Paths, preset: str, found: Findings) -> None:
-    """How far the standardised path and its signature go."""
-    c = PRESETS[preset]
-    signature = SIGNATURES[c.key](paths.states.shape[1], c.depth, c.fade)
-    normaliser = Normaliser(paths.states.shape[1], signature.dim, c.bound)
+def keys(paths: "Paths", found: Findings) -> None:
+    """How far the standardised path and its signature, which a memory's keys are made of, go."""
+    import torch
+
+    from trace_memory import MemoryConfig, TraceMemory
+    from trace_memory.trace import FADE
+
+    memory = TraceMemory.from_config(MemoryConfig(channels=paths.states.shape[1], content=8, width=8, hidden=8))
+    normaliser, signature = memory.normaliser, memory.signature
     episodes = paths.episodes()
     normaliser.fit(episodes, signature)
     some = episodes[:: max(1, len(episodes) // 20)]
@@ -112,19 +132,20 @@ def keys(paths: Paths, preset: str, found: Findings) -> None:
         "key_max": top,
     }
     found.told.append(
-        f"A path is {np.median(lengths):.0f} standard deviations long (median); its key has {signature.dim:,} numbers, "
-        f"usually within {middle:.1f} and at most {top:.0f} standard deviations from their mean."
+        f"A path is {np.median(lengths):.0f} standard deviations long (median); its signature has {signature.dim:,} "
+        f"numbers, usually within {middle:.1f} and at most {top:.0f} standard deviations from their mean."
     )
-    if not math.isinf(c.fade) and np.median(lengths) > 20 * c.fade:
+    if np.median(lengths) > LONG * FADE:
         found.told.append(
-            f"Paths are long beside the key's fading length of {c.fade:g}: noisy sensors count as motion. Consider "
-            f"--set memory.fade={np.median(lengths) / 8:.0f}"
+            f"Paths are long beside the {FADE:g} standard deviations over which a key forgets: noise of the sensors counts "
+            "as motion. Smooth the states, or leave the noisy channels out."
         )
 
 
 @contextmanager
 def counting(saved: dict[int, int]) -> Iterator[None]:
     """Notes place and bytes of what autograd keeps for the backward pass meanwhile; not what a captured CUDA graph keeps."""
+    import torch
 
     def keep(x: torch.Tensor) -> torch.Tensor:
         saved[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
@@ -134,8 +155,14 @@ def counting(saved: dict[int, int]) -> Iterator[None]:
         yield
 
 
-def cost(meta: Any, paths: Paths, cameras: list[str], preset: str, found: Findings, console: Console) -> None:
+def cost(meta: Any, paths: "Paths", cameras: list[str], preset: str, found: Findings, console: Console) -> None:
     """Memory and time of training, from one small update on this machine."""
+    import torch
+    from accelerate import Accelerator
+
+    from trace_lab.frames import open_frames
+    from trace_lab.training import Training
+
     pictures = [int(np.prod(meta.features[camera]["shape"])) for camera in cameras]
     store = len(paths.states) * sum(pictures)
     made = recipe(preset, "act", "trace", {"episodes": 1, "targets": 8, "warmup": 1})
@@ -167,19 +194,120 @@ def cost(meta: Any, paths: Paths, cameras: list[str], preset: str, found: Findin
     )
 
 
-def small_pictures(meta: Any, paths: Paths, cameras: list[str], count: int, console: Console) -> np.ndarray:
+# -- is a memory needed? ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What was found, at the moment where knowing the first frames helps most. Shares are of the variance, between episodes,
+    of what the robot does next, predicted for episodes left out.
+    """
+
+    episodes: int
+    moment: float | None = None  # as a share of the episode
+    now: float | None = None  # explained by the present frame
+    early: float | None = None  # by the first frames
+    both: float | None = None
+    p: float | None = None  # how often shuffled first frames help as much
+    delayed: bool | None = None  # None: cannot be said
+    verdict: str = f"Fewer than {FEWEST} episodes: too few to say whether a memory is needed."
+
+
+def moments(length: int) -> NDArray[np.int64]:
+    """The frames of an episode that are looked at."""
+    return np.linspace(0, length - 1, GRID).round().astype(np.int64)
+
+
+def alike(*features: Array) -> Array:
+    """How alike episodes are (E, E): scalar products of centred features, every kind of them with the same weight."""
+    total = np.zeros((len(features[0]),) * 2)
+    for x in features:
+        centred = x - x.mean(0)
+        product = centred @ centred.T
+        total += product * (len(x) / max(float(np.trace(product)), 1e-12))
+    return total / len(features)
+
+
+def explained(kernel: Array, next_: Array) -> float:
+    """Share of the variance of `next_` that a ridge regression predicts for episodes left out (in closed form)."""
+    count = len(kernel)
+    y = next_ - next_.mean(0)
+    around = float(((y * count / (count - 1)) ** 2).sum())  # what is left if the mean of the others is predicted
+    best = -np.inf
+    for ridge in RIDGES:
+        hat = kernel @ np.linalg.inv(kernel + ridge * np.eye(count)) + 1 / count
+        left_out = (y - hat @ y) / (1 - np.diag(hat))[:, None]
+        best = max(best, 1 - float((left_out**2).sum()) / max(around, 1e-12))
+    return best
+
+
+def gains(now: list[Array], early: Array, next_: list[Array], base: list[float]) -> list[float]:
+    """How much more is explained, at each moment, when the first frames are known too."""
+    found = []
+    for kernel, y, alone in zip(now, next_, base, strict=True):
+        found.append(max(explained(kernel + weight * early, y) for weight in WEIGHTS) - alone)
+    return found
+
+
+def examine(paths: Sequence[Array], pictures: Array) -> Evidence:
+    """`paths`: standardised states of each episode; `pictures`: (episodes, GRID, numbers), small, at their `moments`."""
+    count = len(paths)
+    if count < FEWEST:
+        return Evidence(count)
+    states = np.stack([path[moments(len(path))] for path in paths])  # (E, GRID, d)
+    early = alike(*(x[:, t] for t in range(EARLY) for x in (pictures, states)))
+    times = range(EARLY + 1, GRID - AHEAD)
+    now = [alike(pictures[:, t], states[:, t]) for t in times]
+    next_: list[Array] = [(states[:, t + 1 : t + 1 + AHEAD] - states[:, t, None]).reshape(count, -1) for t in times]
+    base = [explained(a, y) for a, y in zip(now, next_, strict=True)]
+    gained = gains(now, early, next_, base)
+    rng = np.random.default_rng(0)
+    orders = [rng.permutation(count) for _ in range(SHUFFLES)]
+    by_luck = [max(gains(now, early[np.ix_(order, order)], next_, base)) for order in orders]
+    best = int(np.argmax(gained))
+    p = (1 + sum(luck >= gained[best] for luck in by_luck)) / (1 + SHUFFLES)
+    delayed = bool(p < SURE and gained[best] > max(MUCH, base[best]))  # more than the present frame explains
+    at = times[best] / (GRID - 1)
+    seen = (
+        f"Where the first frames help most ({at:.0%} into an episode) they explain {max(0, gained[best]):.0%} of the next "
+        f"motion beyond the {max(0, base[best]):.0%} that the present frame explains; shuffled between episodes they help "
+        f"as much in {p:.1%} of cases."
+    )
+    rule = f"more than {MUCH:.0%}, more than the present frame explains, and by luck in under {SURE:.0%} of cases"
+    if delayed:
+        verdict = f"{seen} That is delayed evidence ({rule}): a memory should help."
+    elif min(base) > PLAIN:
+        verdict = (
+            f"{seen} The present frame explains over {PLAIN:.0%} at every moment: a policy without a memory should do."
+        )
+    else:
+        verdict = f"{seen} That is no sign of delayed evidence, which would be {rule}."
+    both = base[best] + gained[best]
+    return Evidence(count, at, base[best], explained(early, next_[best]), both, p, delayed, verdict)
+
+
+def small_pictures(meta: Any, paths: "Paths", cameras: list[str], count: int, console: Console) -> np.ndarray:
     """(episodes, moments, numbers): what is seen, shrunk."""
+    import torch
+
+    from trace_lab.frames import Job, decode, jobs_of
+
     jobs = [job for job in jobs_of(meta, cameras, paths) if job.episode < count]
     found: list[list[np.ndarray]] = [[] for _ in range(count)]
-    for job in track(jobs, "looking at moments of episodes", console=console, transient=True):
-        at = moments(len(job.times))
-        seen = torch.from_numpy(decode(Job(job.camera, job.episode, 0, job.video, [job.times[t] for t in at]))).float()
-        found[job.episode].append(torch.nn.functional.adaptive_avg_pool2d(seen, SMALL).flatten(1).numpy() / 255)
+    with progress("looking at moments of episodes", len(jobs), console=console) as bar:
+        for job in jobs:
+            at = moments(len(job.times))
+            times = [job.times[t] for t in at]
+            seen = torch.from_numpy(decode(Job(job.camera, job.episode, 0, job.video, times))).float()
+            found[job.episode].append(torch.nn.functional.adaptive_avg_pool2d(seen, SMALL).flatten(1).numpy() / 255)
+            bar.advance()
     return np.stack([np.concatenate(each, axis=1) for each in found]).astype(np.float64)
 
 
-def evidence(meta: Any, paths: Paths, cameras: list[str], found: Findings, console: Console) -> Evidence:
+def evidence(meta: Any, paths: "Paths", cameras: list[str], found: Findings, console: Console) -> Evidence:
     """Is a memory needed?"""
+    import torch
+
     count = min(MOST, len(paths.starts))
     spread = paths.states.std(0)
     standard = (
@@ -188,14 +316,32 @@ def evidence(meta: Any, paths: Paths, cameras: list[str], found: Findings, conso
     ends = list(zip(paths.starts.tolist(), paths.ends.tolist(), strict=True))[:count]
     seen = examine([standard[a:b] for a, b in ends], small_pictures(meta, paths, cameras, count, console))
     found.figures["evidence"] = asdict(seen)
-    if seen.moment is not None:
-        found.told.append(
-            f"Where the first fifth of an episode helps most (after {seen.moment:.0%}), the present frame tells "
-            f"{max(0, seen.now or 0):.0%} of what the robot does next, the first frames {max(0, seen.early or 0):.0%}, both "
-            f"{max(0, seen.both or 0):.0%} (shuffled first frames help as much in {seen.p:.1%} of cases)."
-        )
     found.told.append(seen.verdict)
     return seen
+
+
+# -- the command -----------------------------------------------------------------------------------------------------------
+
+
+def refuse_images(dataset: Path, info: dict[str, Any]) -> None:
+    """Pictures must be stored as video, which is found out now and not after all else was looked at."""
+    single = [name for name, feature in info["features"].items() if feature.get("dtype") == "image"]
+    if single:
+        root = dataset.resolve()
+        line = ["lerobot-edit-dataset", "--repo_id", f"local/{root.name}", "--root", str(root)]
+        line += ["--new_root", f"{root}-video", "--operation.type", "convert_image_to_video"]
+        raise DatasetError(
+            f"{dataset}: {', '.join(single)} stored as single images, expected video. This makes a copy with video:\n  "
+            f"{shlex.join(line)}"
+        )
+
+
+def next_command(dataset: Path, preset: str, memory: str) -> str:
+    """What to type next."""
+    words = ["tracemem", "train", str(dataset), "--out", f"outputs/{dataset.resolve().name}"]
+    words += ["--memory", memory]
+    words += ["--preset", preset] if preset != "default" else []
+    return shlex.join(words)
 
 
 def doctor(
@@ -207,35 +353,39 @@ def doctor(
 ) -> int:
     """Looks at a LeRobot dataset and says what a memory would find there, what training costs, whether it is needed.
 
-    Exit code 0: a memory can be trained on it; 1: something stands in the way, and is named; 2: it could not be read.
+    Exit code 0: a memory can be trained on it; 1: something stands in the way, and is named.
 
     Args:
         dataset: folder of a LeRobot dataset (v3).
-        preset: of the recipe and the memory: default, paper or tiny.
+        preset: of the recipe whose cost is estimated: default, paper or tiny.
         cost_: also decode all pictures and do two small updates, to estimate memory and time of training.
         json_: print JSON instead of words.
     """
+    recipe(preset, "act", "trace", {})
+    refuse_images(dataset, describe(dataset))
+    from lerobot_policy_trace.paths import Paths  # LeRobot takes long to import
+    from trace_lab.frames import open_dataset
+
     console, found = Console(stderr=json_, highlight=False), Findings()
-    try:
-        recipe(preset, "act", "trace", {})
-        meta = open_dataset(dataset)
-        paths = Paths.of(meta)
-        cameras = inventory(meta, paths, found)
-        states(meta, paths, found)
-        if not found.problems:
-            keys(paths, preset, found)
-            evidence(meta, paths, cameras, found, console)
-            if cost_:
-                cost(meta, paths, cameras, preset, found, console)
-    except (FramesError, DatasetError, RecipeError) as error:
-        print(f"tracemem doctor: {error}", file=sys.stderr)  # noqa: T201
-        return 2
+    meta = open_dataset(dataset)
+    paths = Paths.of(meta)
+    cameras = inventory(meta, paths, found)
+    states(meta, paths, found)
+    delayed = None
+    if not found.problems:
+        keys(paths, found)
+        delayed = evidence(meta, paths, cameras, found, console).delayed
+        if cost_:
+            cost(meta, paths, cameras, preset, found, console)
+    following = "" if found.problems else next_command(dataset, preset, "none" if delayed is False else "trace")
     if json_:
-        print(json.dumps({"problems": found.problems, "told": found.told, **found.figures}))  # noqa: T201
+        print(json.dumps({"problems": found.problems, "told": found.told, "next": following, **found.figures}))  # noqa: T201
     else:
         for words in found.told:
-            console.print(f"- {words}", markup=False)
+            console.print(f"- {words}", markup=False, soft_wrap=True)
         for words in found.problems:
-            console.print(f"! {words}", style="bold red", markup=False)
+            console.print(f"! {words}", style="bold red", markup=False, soft_wrap=True)
         console.print("Something stands in the way." if found.problems else "A memory can be trained on this dataset.")
+        if following:
+            console.print(f"Next: {following}", markup=False, soft_wrap=True)
     return 1 if found.problems else 0

@@ -1,6 +1,6 @@
-"""What a memory does during an episode: when each slot is written, how far its gate opens, what is read, and which slot
-holds the cue. The expert does the same episode once for each cue (twins); until the branch nothing but the cue differs, so
-whatever differs between the memories of twins is what they know of it.
+"""What a memory does during an episode: when each slot is written, how far its gate opens, what is read, and in which slot
+counterfactual episodes differ. The expert does the same held-out episode once for each cue. Until the branch only the cue
+differs, so any difference between the memories comes from it.
 """
 
 from dataclasses import dataclass
@@ -10,17 +10,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from trace_bench.env import make
 from trace_lab.dataset import play
-from trace_lab.evaluate import configuration, eyes, find, pilot
-from trace_lab.rollout import Pilot
+from trace_lab.evaluate import Episodes, configuration, find, pictures, runner
+from trace_lab.rollout import PolicyRunner
 
 Heat = NDArray[np.float64]  # (slots, steps)
 
 
-@dataclass
+@dataclass(frozen=True)
 class Inside:
-    """One episode of the expert, watched by a policy: step by step, slot by slot."""
+    """One episode of the expert as a policy's memory took it in: step by step, slot by slot."""
 
     cue: str
     gone: int  # step at which the cue had disappeared
@@ -31,66 +30,74 @@ class Inside:
     slots: NDArray[np.float64]  # (steps, slots, width)
 
 
-def watch(crew: Pilot, env: Any, seed: int, cue: int) -> Inside:
+def watch(policy: PolicyRunner, env: Any, seed: int, cue: int) -> Inside:
     """Shows the policy an episode of the expert and notes what its memory does."""
     import torch
 
-    seen: dict[str, list[Any]] = {"write": [], "gate": [], "read": [], "slots": []}
-    crew.reset()
+    noted: dict[str, list[Any]] = {"write": [], "gate": [], "read": [], "slots": []}
+    policy.reset()
     for observation, _ in play(env, seed, cue=cue):
         rows = {key: x[None] for key, x in observation.items() if key != "pixels"}
         rows["pixels"] = {camera: picture[None] for camera, picture in observation["pixels"].items()}
         with torch.inference_mode():
-            crew.policy.observe(crew.before(crew.batch(rows)))
-        said = crew.policy.readout
-        found = {"write": said.routing.omega, "gate": said.routing.beta, "read": said.alpha, "slots": said.slots}
-        for name, x in found.items():
-            seen[name].append(x[0].double().cpu().numpy())
-    heats = {name: np.stack(rows).T for name, rows in seen.items() if name != "slots"}
+            policy.policy.observe(policy.before(policy.batch(rows)))
+        readout = policy.policy.readout
+        now = {
+            "write": readout.routing.omega,
+            "gate": readout.routing.beta,
+            "read": readout.alpha,
+            "slots": readout.slots,
+        }
+        for name, x in now.items():
+            noted[name].append(x[0].double().cpu().numpy())
+    heats = {name: np.stack(rows).T for name, rows in noted.items() if name != "slots"}
     record = env.record
-    frames = [decision.frame for decision in record.decisions if decision.frame is not None]
-    return Inside(env.bench.cues[cue], record.cue_gone or 0, frames, **heats, slots=np.stack(seen["slots"]))
+    branches = [decision.frame for decision in record.decisions if decision.frame is not None]
+    return Inside(env.bench.cues[cue], record.cue_gone or 0, branches, **heats, slots=np.stack(noted["slots"]))
 
 
-def twins(checkpoint: Path, task: str, seed: int, **options: Any) -> list[Inside]:
-    """The same held-out episode, once for each cue, as a trained policy with slots sees it; empty for other memories."""
+def counterfactual(checkpoint: Path, task: str, seed: int, *, delay: int | None = None) -> list[Inside]:
+    """A held-out episode, once for each cue, as a trained policy with slots sees it; empty for other memories."""
     folder, _ = find(checkpoint)
     config = configuration(folder, "cpu")
     if not hasattr(config, "memory") or config.memory.name != "trace":
         return []
-    size, cameras = eyes(config, None)
-    env = make(task, split="heldout", size=size, cameras=cameras, **options)
-    crew = pilot(folder, config, 0)
+    size, cameras = pictures(config)
+    asked = Episodes(task, "heldout", "default", delay, None, None, seed, 1, size=size, cameras=cameras)
+    env, policy = asked.make(), runner(folder, "cpu", 0)
     try:
-        return [watch(crew, env, seed, cue) for cue in range(len(env.bench.cues))]
+        return [watch(policy, env, seed, cue) for cue in range(len(env.bench.cues))]
     finally:
         env.close()
 
 
 def difference(pair: list[Inside]) -> Heat:
-    """(slots, steps): how far apart the slots of twins are, as a share of their size; up to the first branch."""
+    """(slots, steps): how far apart the slots of two counterfactual episodes are, as a share of their size; up to the first
+    branch.
+    """
     end = min(min([each.write.shape[1], *each.branches]) for each in pair)
     first, second = (each.slots[:end] for each in pair[:2])
     apart = np.linalg.norm(first - second, axis=-1)
     size = (np.linalg.norm(first, axis=-1) + np.linalg.norm(second, axis=-1)) / 2
-    return (apart / np.maximum(size, 1e-9)).T
+    share: Heat = (apart / np.maximum(size, 1e-9)).T
+    return share
 
 
-def holder(pair: list[Inside]) -> tuple[int, float]:
-    """The slot in which twins differ most when the first branch comes, and by how much."""
+def most_different(pair: list[Inside]) -> tuple[int, float]:
+    """The slot that differs most when the first branch comes, and by how much."""
     last = difference(pair)[:, -1]
     return int(last.argmax()), float(last.max())
 
 
 def draw(pair: list[Inside], path: Path) -> None:
-    """Heat maps: for each twin writes, gates and reads; then where they differ. Cue and branches are marked."""
+    """Heat maps: write weights, gates and read weights of each episode; then where they differ. Cue and branches marked."""
     import matplotlib as mpl
 
     mpl.use("Agg")
     from matplotlib import pyplot as plt
 
-    rows = [(f"{each.cue}: {name}", heat, each) for each in pair for name, heat in _named(each)]
-    rows.append(("where they differ", difference(pair), pair[0]))
+    rows = [(f"cue {each.cue}: {name}", heat, each) for each in pair for name, heat in _named(each)]
+    rows.append(("difference of the slots, as a share of their size", difference(pair), pair[0]))
     longest = max(each.write.shape[1] for each in pair)
     figure, axes = plt.subplots(len(rows), 1, figsize=(9, 1.05 * len(rows)), sharex=True, layout="constrained")
     for axis, (name, heat, each) in zip(axes, rows, strict=True):
@@ -110,4 +117,4 @@ def draw(pair: list[Inside], path: Path) -> None:
 
 
 def _named(each: Inside) -> list[tuple[str, Heat]]:
-    return [("written to (omega)", each.write), ("gate (beta)", each.gate), ("read (alpha)", each.read)]
+    return [("write weight (omega)", each.write), ("gate (beta)", each.gate), ("read weight (alpha)", each.read)]

@@ -14,7 +14,17 @@ figcaption { color: #5a6475; font-size: .9rem; }
 .films { display: grid; grid-template-columns: repeat(auto-fill, minmax(17rem, 1fr)); gap: 1rem; }
 code { background: #f0f2f5; padding: .1rem .3rem; border-radius: 4px; }
 """
-KINDS = {".png": "image/png", ".mp4": "video/mp4"}
+KINDS = {".png": "image/png", ".mp4": "video/mp4", ".webp": "image/webp"}
+# The films of a row are started, stopped and moved together.
+SYNC = """
+for (const row of document.querySelectorAll(".together")) {
+  const films = [...row.querySelectorAll("video")];
+  for (const film of films) for (const [name, act] of [
+    ["play", (x) => x.play()], ["pause", (x) => { if (!film.ended) x.pause(); }],
+    ["seeked", (x) => { if (Math.abs(x.currentTime - film.currentTime) > 0.2) x.currentTime = film.currentTime; }],
+  ]) film.addEventListener(name, () => films.filter((x) => x !== film).forEach(act));
+}
+"""
 
 
 class Page:
@@ -22,6 +32,7 @@ class Page:
 
     def __init__(self, title: str):
         self.title = title
+        self.script = ""
         self.parts: list[str] = [f"<h1>{html.escape(title)}</h1>"]
 
     def heading(self, text: str) -> None:
@@ -39,27 +50,30 @@ class Page:
         self.parts.append(f"<table><tr>{head}</tr>{body}</table>")
 
     def picture(self, path: Path, caption: str) -> None:
-        """A png."""
-        shown = f'<img src="{inside(path)}" alt="{html.escape(caption)}">'
+        """A PNG, or an animated WebP."""
+        shown = f'<img src="{embedded(path)}" alt="{html.escape(caption)}">'
         self.parts.append(f"<figure>{shown}<figcaption>{html.escape(caption)}</figcaption></figure>")
 
     def films(self, films: Sequence[tuple[Path, str]]) -> None:
-        """Videos side by side."""
+        """Videos side by side, played in step."""
         shown = "".join(
-            f'<figure><video src="{inside(path)}" controls loop muted></video>'
+            f'<figure><video src="{embedded(path)}" controls muted></video>'
             f"<figcaption>{html.escape(caption)}</figcaption></figure>"
             for path, caption in films
         )
-        self.parts.append(f'<div class="films">{shown}</div>')
+        self.script = f"<script>{SYNC}</script>"
+        self.parts.append(f'<div class="films together">{shown}</div>')
 
     def save(self, path: Path) -> None:
         """Writes the file, whole or not at all."""
         head = f'<meta charset="utf-8"><title>{html.escape(self.title)}</title><style>{STYLE}</style>'
         temporary = path.with_suffix(".tmp")
-        temporary.write_text(f"<!doctype html><html><head>{head}</head><body>{''.join(self.parts)}</body></html>")
+        temporary.write_text(
+            f"<!doctype html><html><head>{head}</head><body>{''.join(self.parts)}{self.script}</body></html>"
+        )
         temporary.replace(path)
 
 
-def inside(path: Path) -> str:
+def embedded(path: Path) -> str:
     """A file as an address that contains it."""
     return f"data:{KINDS[path.suffix]};base64,{base64.b64encode(path.read_bytes()).decode()}"

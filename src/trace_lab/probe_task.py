@@ -1,33 +1,35 @@
-"""`tracemem probe-task`: is a task of the suite honest? The cue must be plain when it is shown and gone at every branch.
-Three measurements: twins (same seed, other cue) compared pixel by pixel; a small classifier on frames; the expert's success.
+"""`tracemem probe-task`: is a task of the suite leak-free? The cue must be plain when it is shown and gone at every branch.
+Three measurements: counterfactual pairs (same seed, other cue) compared pixel by pixel; a small classifier on frames; the
+expert's success.
 """
 
 import json
 import os
-import sys
 import time
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
+from functools import lru_cache
 from itertools import pairwise
 from multiprocessing import get_context
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-import mujoco
 import numpy as np
 import tyro
 from numpy.typing import NDArray
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from trace_bench.env import BenchEnv, make
-from trace_bench.episode import SPLITS, Split
-from trace_bench.registry import UnknownTaskError, load
-from trace_bench.robot import CAMERAS
+from trace_bench.tasks import load
+from trace_errors import UsageError
+from trace_lab.progress import progress
+
+if TYPE_CHECKING:
+    from trace_bench.env import BenchEnv
+    from trace_bench.episode import Split
 
 MARGIN, PLAIN = 0.05, 0.95  # a branch frame may beat chance by this much; a cue frame must reach that much
 READABLE = 0.8  # what may be read of a cue where the task says that something may
-TWINS = 20  # sets of episodes that differ in the cue only
+PAIRS = 20  # sets of episodes that differ in the cue only
 JITTER = 1e-4  # radians: a joint encoder's step. What it does to a picture is the noise floor
 
 
@@ -58,7 +60,7 @@ class Reading:
     accuracy: float
     low: float  # 95 % interval (Wilson)
     high: float
-    honest: bool
+    leak_free: bool
 
 
 @dataclass(frozen=True)
@@ -71,21 +73,23 @@ class Report:
     expert: float  # share of episodes completed
     lengths: tuple[int, int, int]  # shortest, median, longest number of steps up to the first branch
     floor: float  # mean difference between pictures that joint jitter makes, grey levels
-    twin_pixels: list[float]  # mean difference between the pictures of twins at each branch, grey levels
-    twin_states: list[float]  # largest difference in a channel of the state
-    twin_steps: list[int]  # largest difference in the time of a branch, control steps
-    same: bool  # twins differ by less than the floor, or the task says that they may
+    pair_pixels: list[float]  # mean difference between the pictures of counterfactual pairs at each branch, grey levels
+    pair_states: list[float]  # largest difference in a channel of the state
+    pair_steps: list[int]  # largest difference in the time of a branch, control steps
+    same: bool  # pairs differ by less than the floor, or the task says that they may
     readings: list[Reading]
     seconds: float
 
     @property
-    def honest(self) -> bool:
+    def leak_free(self) -> bool:
         """Every check holds."""
-        return self.expert >= 0.99 and self.same and all(reading.honest for reading in self.readings)
+        return self.expert >= 0.99 and self.same and all(reading.leak_free for reading in self.readings)
 
 
-def look(env: BenchEnv) -> Moment:
+def look(env: "BenchEnv") -> Moment:
     """The present moment, drawn only now."""
+    from trace_bench.robot import CAMERAS
+
     views = [env.world.render(camera, env.size, env.size) for camera in CAMERAS]
     return Moment(np.concatenate(views, axis=2), env.world.state(), env.record.steps)
 
@@ -95,8 +99,10 @@ def difference(one: Moment, other: Moment) -> float:
     return float(np.abs(one.pixels.astype(int) - other.pixels).mean())
 
 
-def floor(env: BenchEnv) -> float:
+def floor(env: "BenchEnv") -> float:
     """What a joint encoder's step, up or down in every joint, does to the present picture; nothing is moved."""
+    import mujoco
+
     data = env.world.data
     before, here = data.qpos.copy(), look(env)
     signs = np.random.default_rng(env.episode.seed).choice((-1.0, 1.0), size=before.shape)
@@ -109,7 +115,7 @@ def floor(env: BenchEnv) -> float:
     return difference(here, moved)
 
 
-def sample(env: BenchEnv, seed: int, cue: int | None = None) -> Sample:
+def sample(env: "BenchEnv", seed: int, cue: int | None = None) -> Sample:
     """Lets the expert do an episode and keeps the moments that matter."""
     env.reset(seed=seed, options={"cue": cue})
     moments, noise = [look(env)], 0.0
@@ -123,17 +129,19 @@ def sample(env: BenchEnv, seed: int, cue: int | None = None) -> Sample:
     return Sample(env.episode.cue, env.record.complete, tuple(moments), noise)
 
 
-_env: dict[tuple[Any, ...], BenchEnv] = {}  # one environment for each worker and kind
+@lru_cache(maxsize=2)
+def _env(task: str, split: "Split", size: int) -> "BenchEnv":
+    """A worker's environment, used again."""
+    from trace_bench.env import make
+
+    return make(task, split=split, size=size, cameras=())
 
 
-def _work(task: str, split: Split, size: int, seed: int, cue: int | None) -> Sample:
-    key = (task, split, size)
-    if key not in _env:
-        _env[key] = make(task, split=split, size=size, cameras=())
-    return sample(_env[key], seed, cue)
+def _work(task: str, split: "Split", size: int, seed: int, cue: int | None) -> Sample:
+    return sample(_env(task, split, size), seed, cue)
 
 
-def twins(samples: list[Sample]) -> list[tuple[float, float, int]]:
+def pairs_apart(samples: list[Sample]) -> list[tuple[float, float, int]]:
     """Difference in pixels, state and time, at each branch, between episodes that differ in the cue only."""
     rows = []
     for first, *others in zip(*(s.moments[1:] for s in samples), strict=False):
@@ -193,32 +201,32 @@ def read(train: list[tuple[Moment, int]], test: list[tuple[Moment, int]], classe
 
 def examine(task: str, episodes: int, size: int, workers: int, console: Console) -> Report:
     """Runs the experts and makes all measurements."""
+    from trace_bench.episode import SPLITS
+
     begin = time.perf_counter()
     bench = load(task)
     count = len(bench.cues)
     jobs: list[tuple[Split, int, int | None]] = [("train", seed, None) for seed in range(episodes)]
     jobs += [("heldout", seed, None) for seed in range(episodes)]
-    jobs += [(split, 10_000 + n, cue) for n in range(TWINS // 2) for split in SPLITS for cue in range(count)]
-    bar = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    context = get_context("forkserver")
-    with Progress(*bar, console=console) as progress, ProcessPoolExecutor(workers, mp_context=context) as pool:
-        line = progress.add_task(f"{bench.name}: expert episodes", total=len(jobs))
+    jobs += [(split, 10_000 + n, cue) for n in range(PAIRS // 2) for split in SPLITS for cue in range(count)]
+    with ProcessPoolExecutor(workers, mp_context=get_context("forkserver")) as pool:
         futures = [pool.submit(_work, bench.name, split, size, seed, cue) for split, seed, cue in jobs]
         samples = []
-        for future in futures:
-            samples.append(future.result())
-            progress.advance(line)
-        train, test, pairs = samples[:episodes], samples[episodes : 2 * episodes], samples[2 * episodes :]
-        moments = ["cue", *(f"branch {k}" for k in range(1, len(bench.lamps) + 1))]
-        line = progress.add_task(f"{bench.name}: classifiers", total=len(moments))
-        readings = []
+        with progress(f"{bench.name}: expert episodes", len(jobs), console=console) as bar:
+            for future in futures:
+                samples.append(future.result())
+                bar.advance()
+    train, test, pairs = samples[:episodes], samples[episodes : 2 * episodes], samples[2 * episodes :]
+    moments = ["cue", *(f"branch {k}" for k in range(1, len(bench.lamps) + 1))]
+    readings = []
+    with progress(f"{bench.name}: classifiers", len(moments), console=console) as bar:
         for index, moment in enumerate(moments):
             known, new = ([(s.moments[index], s.cue) for s in part if len(s.moments) > index] for part in (train, test))
             right = read(known, new, count)
             readings.append(judge(moment, right, len(new), 1 / count, expected=bench.partly_readable))
-            progress.advance(line)
-    differences = [twins(pairs[k : k + count]) for k in range(0, len(pairs), count)]
-    gaps = np.array([d for d in differences if len(d) == len(bench.lamps)])  # (twins, branches, 3)
+            bar.advance()
+    differences = [pairs_apart(pairs[k : k + count]) for k in range(0, len(pairs), count)]
+    gaps = np.array([d for d in differences if len(d) == len(bench.lamps)])  # (pairs, branches, 3)
     noise = float(np.mean([s.floor for s in pairs]))
     steps = sorted(s.moments[1].step for s in train + test)
     return Report(
@@ -228,9 +236,9 @@ def examine(task: str, episodes: int, size: int, workers: int, console: Console)
         expert=float(np.mean([s.complete for s in train + test])),
         lengths=(steps[0], steps[len(steps) // 2], steps[-1]),
         floor=noise,
-        twin_pixels=gaps[..., 0].mean(0).tolist(),
-        twin_states=gaps[..., 1].max(0).tolist(),
-        twin_steps=gaps[..., 2].max(0).astype(int).tolist(),
+        pair_pixels=gaps[..., 0].mean(0).tolist(),
+        pair_states=gaps[..., 1].max(0).tolist(),
+        pair_steps=gaps[..., 2].max(0).astype(int).tolist(),
         same=bench.partly_readable or bool(gaps[..., 0].mean(0).max() < noise),
         readings=readings,
         seconds=round(time.perf_counter() - begin, 1),
@@ -243,10 +251,10 @@ def judge(moment: str, right: int, total: int, chance: float, *, expected: bool)
 
     interval = binomtest(right, total).proportion_ci(method="wilson")
     accuracy = right / total
-    honest = accuracy >= PLAIN if moment == "cue" else abs(accuracy - chance) <= MARGIN
+    leak_free = accuracy >= PLAIN if moment == "cue" else abs(accuracy - chance) <= MARGIN
     if expected and moment != "cue":
-        honest = accuracy <= READABLE
-    return Reading(moment, accuracy, float(interval.low), float(interval.high), honest)
+        leak_free = accuracy <= READABLE
+    return Reading(moment, accuracy, float(interval.low), float(interval.high), leak_free)
 
 
 def probe_task(
@@ -257,11 +265,12 @@ def probe_task(
     *,
     json_: Annotated[bool, tyro.conf.arg(name="json"), tyro.conf.FlagCreatePairsOff] = False,
 ) -> int:
-    """Checks that a task of the suite is honest: the cue can be read when it is shown and at no branch.
+    """Checks that a task of the suite is leak-free: the cue can be read when it is shown and at no branch.
 
     The expert does many training and as many held-out episodes. A small classifier is trained on the training ones, once
     on the first frames and once on the frames of each branch (pictures, state and step number), and tried on the held-out
-    ones. Twins, episodes that differ in nothing but the cue, are compared pixel by pixel. Exit code 1 if a check fails.
+    ones. Counterfactual pairs, episodes that differ in nothing but the cue, are compared pixel by pixel. Exit code 1 if a
+    check fails.
 
     Args:
         task: Tool, Book, Laundry, Cable or Medicine.
@@ -271,34 +280,33 @@ def probe_task(
         json_: print one json object instead of a table.
     """
     if episodes < 10:
-        print(f"tracemem probe-task: episodes: got {episodes}, expected at least 10", file=sys.stderr)  # noqa: T201
-        return 2
-    try:
-        load(task)
-    except UnknownTaskError as error:
-        print(f"tracemem probe-task: {error}", file=sys.stderr)  # noqa: T201
-        return 2
+        raise UsageError(f"episodes: got {episodes}, expected at least 10")
+    if workers < 1:
+        raise UsageError(f"workers: got {workers}, expected 1 or more")
+    load(task)
     console = Console(stderr=json_)
     report = examine(task, episodes, size, workers, console)
     if json_:
-        print(json.dumps(asdict(report) | {"honest": report.honest}))  # noqa: T201
+        print(json.dumps(asdict(report) | {"leak_free": report.leak_free}))  # noqa: T201
     else:
         show(report, console)
-    return 0 if report.honest else 1
+    return 0 if report.leak_free else 1
 
 
 def show(report: Report, console: Console) -> None:
     """The table of a report."""
     table = Table(title=f"{report.task}: can the cue be read? (chance {report.chance:.2f})")
-    for column in ("moment", "accuracy", "95 % interval", "twins differ by (grey levels)", "as it should be"):
+    for column in ("moment", "accuracy", "95 % interval", "pairs differ by (grey levels)", "as it should be"):
         table.add_column(column)
     for index, r in enumerate(report.readings):
-        gap = f"{report.twin_pixels[index - 1]:.4f}" if index else ""
-        table.add_row(r.moment, f"{r.accuracy:.3f}", f"{r.low:.3f} to {r.high:.3f}", gap, "yes" if r.honest else "NO")
+        gap = f"{report.pair_pixels[index - 1]:.4f}" if index else ""
+        table.add_row(
+            r.moment, f"{r.accuracy:.3f}", f"{r.low:.3f} to {r.high:.3f}", gap, "yes" if r.leak_free else "NO"
+        )
     console.print(table)
     console.print(
         f"Noise floor: {report.floor:.4f} grey levels (joint jitter of {JITTER} rad); "
-        f"twins' states differ by {max(report.twin_states):.0e}, their branch times by {max(report.twin_steps)} steps.\n"
+        f"states of pairs differ by {max(report.pair_states):.0e}, their branch times by {max(report.pair_steps)} steps.\n"
         f"Expert: {100 * report.expert:.1f} % of {report.episodes} episodes complete; "
         f"first branch at step {report.lengths[0]} to {report.lengths[2]} (median {report.lengths[1]}). "
         f"{report.seconds:.0f} s."

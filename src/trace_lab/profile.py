@@ -6,24 +6,23 @@ import json
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import torch
 import tyro
 from rich.console import Console
 from rich.progress import Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from lerobot_policy_trace import MemoryOptions
-from lerobot_policy_trace.frozen import PRECISIONS
-from trace_lab.dataset import write_json
-from trace_lab.latency import measure
-from trace_lab.stopwatch import Stopwatch, Timing, threads
+from trace_errors import UsageError
+from trace_lab.recipe import known
+from trace_memory.registry import METHODS
 
 PAPER = {"act": (5.90, 0.52, 0.90, 0.58, 0.10, 2.11, 8.32), "diffusion": (118.0, 0.52, 0.90, 0.58, 0.14, 2.15, 120.46)}
 COLUMNS = ("base forward", "signature", "slot update", "readout", "adapter", "TRACE overhead", "total loop")
 
 
 def tables(results: list[dict[str, Any]]) -> list[Table]:
-    """The paper's table, lying on its side, with what it does not have below; and the long run."""
+    """The paper's table, its columns as rows, with what it does not have below; and the long run."""
+    from trace_lab.stopwatch import Timing
+
     names = [f"{found['policy']} {found['size']} px" for found in results]
     kinds = list(dict.fromkeys(found["policy"] for found in results))
     main = Table("ms a step, mean / p95", *names, *(f"paper, {kind}" for kind in kinds))
@@ -31,12 +30,12 @@ def tables(results: list[dict[str, Any]]) -> list[Table]:
     def line(name: str, cells: list[str], paper: list[str]) -> None:
         main.add_row(name, *cells, *(paper or [""] * len(kinds)))
 
-    def told(timing: dict[str, Any] | None) -> str:
+    def text(timing: dict[str, Any] | None) -> str:
         return str(Timing(**timing)) if timing else "-"
 
     every = [found["parts"] | found for found in results]
     for place, name in enumerate(COLUMNS):
-        line(name, [told(found.get(name)) for found in every], [f"{PAPER[kind][place]:.2f}" for kind in kinds])
+        line(name, [text(found.get(name)) for found in every], [f"{PAPER[kind][place]:.2f}" for kind in kinds])
     shares = [
         f"{100 * found['TRACE overhead']['mean'] / found['base forward']['mean']:.1f} %"
         if "TRACE overhead" in found and "base forward" in found
@@ -45,9 +44,9 @@ def tables(results: list[dict[str, Any]]) -> list[Table]:
     ]
     line("overhead / base forward", shares, [f"{100 * PAPER[kind][5] / PAPER[kind][0]:.1f} %" for kind in kinds])
     main.add_section()
-    line("step between chunks", [told(found["loop"]["between"]) for found in results], [])
+    line("step between chunks", [text(found["loop"]["between"]) for found in results], [])
     for name in ("encode", "eager with memory", "base compiled"):
-        line(name, [told(found.get(name)) for found in every], [])
+        line(name, [text(found.get(name)) for found in every], [])
     adds = [
         f"{100 * found['added'] / found['base compiled']['mean']:.1f} %" if "added" in found else "-"
         for found in results
@@ -96,10 +95,10 @@ def profile(
     *,
     policies: tuple[Literal["act", "diffusion"], ...] = ("act", "diffusion"),
     preset: Literal["paper", "default", "tiny"] = "paper",
-    memory: str = "trace",
+    memory: str | None = None,
     sizes: tuple[int, ...] = (96,),
     device: Literal["auto", "cpu", "cuda"] = "auto",
-    precision: str = "auto",
+    precision: Literal["auto", "float32", "tf32", "bf16", "fp16"] = "auto",
     fuse: bool | None = None,
     steps: int = 2_000,
     seconds: float | None = None,
@@ -117,7 +116,7 @@ def profile(
     Args:
         policies: act, diffusion or both.
         preset: sizes; paper has LeRobot's policies as they are and the paper's memory.
-        memory: trace, or another of the comparison (tracemem params lists them).
+        memory: which memory (tracemem params lists them); the preset's own if not said.
         sizes: width and height of the three pictures, pixels.
         device: where; auto takes a GPU if there is one.
         precision: of the compiled policy: float32, tf32 (GPU), bf16, fp16 (CPU: the memory's weights); auto is tf32 on a
@@ -131,26 +130,24 @@ def profile(
         out: folder for profile.json and profile.png.
         json_: print JSON instead of tables.
     """
-    console = Console(stderr=json_)
-
-    def refuse(field: str, came: object, expected: str) -> int:
-        console.print(f"tracemem profile: {field}: got {came}, expected {expected}", highlight=False, markup=False)
-        return 2
-
-    place = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
-    precision = {"cuda": "tf32", "cpu": "float32"}[place] if precision == "auto" else precision
-    if precision not in PRECISIONS:
-        return refuse("precision", precision, f"auto or one of {', '.join(PRECISIONS)}")
-    if (precision, place) in {("tf32", "cpu"), ("fp16", "cuda")}:
-        return refuse("precision", f"{precision} on {place}", PRECISIONS[precision])
     if steps < 100 or (seconds is not None and seconds <= 0) or not all(size >= 32 for size in sizes):
-        return refuse("steps, seconds, sizes", (steps, seconds, sizes), "at least 100, more than 0, at least 32 each")
-    if place == "cuda" and not torch.cuda.is_available():
-        return refuse("device", "cuda, but PyTorch sees none here", "cpu or auto")
-    try:
-        MemoryOptions(name=memory)
-    except ValueError as error:
-        return refuse("memory", memory, str(error))
+        got, expected = (steps, seconds, sizes), "at least 100, more than 0, at least 32 each"
+        raise UsageError(f"--steps, --seconds, --sizes: got {got}, expected {expected}")
+    if memory is not None:
+        known("--memory", memory, list(METHODS))
+    import torch
+
+    from lerobot_policy_trace.compiled import PRECISIONS
+    from trace_lab.dataset import write_json
+    from trace_lab.rollout import device_of
+    from trace_lab.stopwatch import Stopwatch, measure, threads
+
+    console, place = Console(stderr=json_), device_of(device)
+    chosen: str = {"cuda": "tf32", "cpu": "float32"}[place] if precision == "auto" else precision
+    if (chosen, place) in {("tf32", "cpu"), ("fp16", "cuda")}:
+        raise UsageError(
+            f"--precision: got {chosen} on {place}, expected another; {chosen} is for {PRECISIONS[chosen]}"
+        )
     machine = torch.cuda.get_device_name() if place == "cuda" else f"CPU, {threads_ or torch.get_num_threads()} threads"
     results: list[dict[str, Any]] = []
     made: dict[str, Any] = {}
@@ -161,7 +158,7 @@ def profile(
         watch = Stopwatch(torch.device(place), steps, seconds, progress)
         for kind in policies:
             for size in sizes:
-                results.append(measure(kind, preset, memory, size, precision, watch, base=base, fuse=fuse))
+                results.append(measure(kind, preset, memory, size, chosen, watch, base=base, fuse=fuse))
                 made = {"machine": machine, "torch": torch.__version__, "preset": preset, "results": results}
                 if out is not None:
                     write_json(out / "profile.json", made)  # after each: a long run that is stopped keeps what it has
@@ -170,7 +167,7 @@ def profile(
     for table in tables(results):
         console.print(table)
     console.print(
-        f"{machine}, PyTorch {torch.__version__}, preset {preset}, precision {precision}, one robot, three cameras"
+        f"{machine}, PyTorch {torch.__version__}, preset {preset}, precision {chosen}, one robot, three cameras"
     )
     clock = "the device's time, caches cold" if place == "cuda" else "wall clock"
     console.print(f"Parts (signature to TRACE overhead, encode): {clock}; steps: wall clock, from call to action.")

@@ -1,9 +1,11 @@
-"""Many episodes of the suite at once: environments in worker processes (`Rows`), a LeRobot policy that answers for all of
-them together (`Pilot`), and the loop between the two (`play`). What becomes of the score sheets is `evaluate`'s business.
+"""Many episodes of the suite at once: environments in worker processes (`Rows`), a LeRobot policy with its pipelines that
+acts for all of them together (`PolicyRunner`), and the loop between the two (`play`). What becomes of the score sheets is
+the business of `evaluate`.
 """
 
 import json
 import multiprocessing
+import re
 import threading
 import time
 import traceback
@@ -22,20 +24,20 @@ from numpy.typing import NDArray
 
 from trace_bench.env import BenchEnv, Observation
 from trace_bench.robot import CHANNELS
-from trace_bench.world import RenderError
+from trace_errors import ControlError, SimulationError, UsageError
 from trace_lab.dataset import begin_worker
-from trace_lab.pictures import slug
 
 PATIENCE = 10.0  # seconds a worker has to end by itself
 Build = Callable[[], BenchEnv]  # must survive pickling
 
 
-class WorkerError(Exception):
-    """A worker died, or an environment in it failed."""
+def device_of(asked: str) -> str:
+    """The device behind a --device option: auto takes a GPU if there is one."""
+    import torch
 
-
-class PolicyError(Exception):
-    """The policy gave an action that no robot can carry out."""
+    if asked == "cuda" and not torch.cuda.is_available():
+        raise UsageError("--device: got cuda, but PyTorch finds none here; expected cpu or auto")
+    return ("cuda" if torch.cuda.is_available() else "cpu") if asked == "auto" else asked
 
 
 class Begin(NamedTuple):
@@ -73,7 +75,8 @@ class Film:
         """The episode is over."""
         self.container.mux(self.stream.encode())
         self.container.close()
-        self.temporary.rename(self.path.with_name(f"{self.path.name}-{slug(outcome)}.mp4"))
+        words = re.sub(r"\W", "_", outcome.lower())
+        self.temporary.rename(self.path.with_name(f"{self.path.name}-{words}.mp4"))
 
 
 class Row:
@@ -102,7 +105,9 @@ class Row:
 
 
 def serve(pipe: Connection, build: Build, places: Sequence[int], memory: Any) -> None:
-    """A worker's life: rounds of commands for its rows, until the pipe is closed. A string instead of a list is an error."""
+    """What a worker does: rounds of commands for its rows, until the pipe is closed. It answers with a list of score sheets,
+    or with the text of an error.
+    """
     begin_worker(threading.Event())
     rows: list[Row] = []
     try:
@@ -115,9 +120,9 @@ def serve(pipe: Connection, build: Build, places: Sequence[int], memory: Any) ->
                     write_to_shared_memory(row.env.observation_space, place, observation, memory)  # type: ignore[arg-type]
                 sheets.append(sheet)
             pipe.send(sheets)
-    except (EOFError, ConnectionError):  # nobody listens any more
+    except (EOFError, ConnectionError):  # the main process is gone
         pass
-    except RenderError as error:
+    except SimulationError as error:
         pipe.send(str(error))
     except Exception:
         pipe.send(traceback.format_exc())
@@ -154,12 +159,12 @@ class Rows:
             for number, (_, pipe) in enumerate(self._workers):
                 reply = pipe.recv()
                 if isinstance(reply, str):
-                    raise WorkerError(reply.strip())
+                    raise SimulationError(reply.strip())
                 sheets[number :: len(self._workers)] = reply
         except (EOFError, ConnectionError) as error:
             process, _ = self._workers[number]
             process.join(PATIENCE)
-            raise WorkerError(f"a worker died with exit code {process.exitcode} (out of memory?)") from error
+            raise SimulationError(f"a worker died with exit code {process.exitcode} (out of memory?)") from error
         return sheets
 
     def __enter__(self) -> Self:
@@ -175,31 +180,32 @@ class Rows:
                 process.join()
 
 
-class Pilot:
-    """A LeRobot policy with its pipelines. Our policies notice a row that begins by its `episode_step`, which drops. The
-    stock ones, and an ensemble over time, keep one queue for all rows: these must begin together, after a reset.
+class PolicyRunner:
+    """A LeRobot policy with its pre- and postprocessor, acting for many rows.
+
+    Our policies notice by `episode_step` which rows begin an episode. Stock policies, and a temporal ensemble, have one
+    queue for all rows: `together` says that rows must begin together, after a reset.
     """
 
     def __init__(self, policy: Any, before: Any, after: Any):
-        from lerobot_policy_trace.remembering import Remembering
-
         self.policy, self.before, self.after = policy, before, after
         ensemble = getattr(policy.config, "temporal_ensemble_coeff", None) is not None
-        self.together = ensemble or not isinstance(policy, Remembering)
+        self.together = ensemble or not policy.config.type.startswith("trace_")
 
     def reset(self) -> None:
         """All rows begin anew."""
         self.policy.reset()
 
     def act(self, observation: Observation) -> NDArray[np.float32]:
-        """Actions (R, 17) for what all rows see, batched. Rows are independent, except that Diffusion draws the noise of all
-        of them at once: its actions depend on how many there are and on which of them is which.
+        """Actions (rows, 17) for what all rows observe. Rows are independent, except that Diffusion Policy draws the noise
+        of all of them at once: its actions depend on the number of rows and on their order.
         """
         import torch
 
         with torch.inference_mode():
             actions = self.after(self.policy.select_action(self.before(self.batch(observation))))
-        return actions.float().cpu().numpy()
+        found: NDArray[np.float32] = actions.float().cpu().numpy()
+        return found
 
     def batch(self, observation: Observation) -> dict[str, Any]:
         """A copy of the observation under LeRobot's names. Pictures travel as bytes and become numbers on the device."""
@@ -217,36 +223,37 @@ class Pilot:
 
 @dataclass
 class Meter:
-    """Counts control steps of all rows, calls of the policy and the seconds these took."""
+    """Counts control steps of all rows, and calls of the policy with the seconds they took."""
 
     steps: int = 0
     calls: int = 0
-    thinking: float = 0.0
+    policy_seconds: float = 0.0
 
 
-def play(rows: Rows, pilot: Pilot, episodes: Iterable[Begin], meter: Meter) -> Iterator[list[dict[str, Any]]]:
+def play(rows: Rows, runner: PolicyRunner, episodes: Iterable[Begin], meter: Meter) -> Iterator[list[dict[str, Any]]]:
     """Plays all episodes. Yields after every round the score sheets of those that ended in it, mostly none.
 
-    A row that has ended takes the next episode in the following round, while the others go on; meanwhile the pilot sees its
-    last frame, and what it answers is not used. When no episodes are left, or all must begin together, it stands still.
+    A row whose episode has ended begins the next one in the following round, while the others go on; meanwhile the policy
+    gets its last observation, and that action is not used. With no episodes left, or where all must begin together, the row
+    waits.
     """
     waiting, playing = deque(episodes), dict[int, Begin]()
     while waiting or playing:
         commands: list[Command] = [None] * rows.count
         if playing:
             started = time.perf_counter()
-            actions = pilot.act(rows.observation)
-            meter.thinking += time.perf_counter() - started
+            actions = runner.act(rows.observation)
+            meter.policy_seconds += time.perf_counter() - started
             meter.calls, meter.steps = meter.calls + 1, meter.steps + len(playing)
             for row, episode in playing.items():
                 if not (good := np.isfinite(actions[row])).all():
                     where = f"seed {episode.seed}, step {rows.observation['episode_step'][row, 0]}"
                     bad = ", ".join(np.array(CHANNELS)[~good])
-                    raise PolicyError(f"the policy's action is not finite in {bad} ({where})")
+                    raise ControlError(f"action: not finite in {bad} ({where}), expected finite numbers")
                 commands[row] = actions[row]
         else:
-            pilot.reset()
-        if not playing or not pilot.together:
+            runner.reset()
+        if not playing or not runner.together:
             for row in sorted(set(range(rows.count)) - set(playing))[: len(waiting)]:
                 commands[row] = playing[row] = waiting.popleft()
         sheets = rows.do(commands)

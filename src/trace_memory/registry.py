@@ -5,7 +5,7 @@ so that tables, figures and `tracemem --help` can use it.
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Any
+from typing import Any, Literal
 
 from trace_errors import UsageError
 
@@ -20,6 +20,8 @@ class Method:
             when it is needed.
         label: what tables and figures call it.
         colour: of its marks in figures.
+        kind: "none"; "trace", a form of the method; "ablation", that form with one part exchanged; or "baseline", anything
+            else.
 
     Example:
         >>> from trace_memory import METHODS
@@ -31,6 +33,7 @@ class Method:
     target: str | Callable[..., Any]
     label: str
     colour: str
+    kind: Literal["none", "trace", "ablation", "baseline"] = "baseline"
 
     def load(self) -> Callable[..., Any]:
         """The callable that makes the memory.
@@ -76,18 +79,22 @@ def register(method: Method) -> Method:
 
 
 for _method in (
-    Method("none", "trace_memory.baselines:NoMemory.from_config", "no memory", "#7f7f7f"),
-    Method("trace", "trace_memory.trace:TraceMemory.from_config", "TRACE", "#d62728"),
-    Method("paper", "trace_memory.trace:PaperTraceMemory.from_config", "TRACE, paper's form", "#ff9896"),
+    Method("none", "trace_memory.baselines:NoMemory.from_config", "no memory", "#7f7f7f", "none"),
+    Method("trace", "trace_memory.trace:TraceMemory.from_config", "TRACE", "#d62728", "trace"),
+    Method("paper", "trace_memory.trace:PaperTraceMemory.from_config", "TRACE, paper's form", "#ff9896", "trace"),
     Method("gru", "trace_memory.baselines:GRUMemory.from_config", "GRU", "#1f77b4"),
     Method("transformer", "trace_memory.baselines:TransformerContext.from_config", "transformer context", "#2ca02c"),
     Method("lru", "trace_memory.baselines:LRUMemory.from_config", "LRU slots", "#9467bd"),
     Method("retrieval", "trace_memory.baselines:RetrievalPrompt.from_config", "retrieval prompt", "#8c564b"),
-    Method("current", "trace_memory.ablations:CurrentObservation.from_config", "current observation", "#c7c7c7"),
-    Method("signature-only", "trace_memory.ablations:SignatureOnly.from_config", "signature only", "#bcbd22"),
-    Method("unrouted", "trace_memory.ablations:unrouted", "unrouted slots", "#17becf"),
-    Method("no-delta", "trace_memory.ablations:no_delta", "no delta key", "#e377c2"),
-    Method("mean-read", "trace_memory.ablations:mean_read", "mean readout", "#aec7e8"),
-    Method("no-auxiliary", "trace_memory.ablations:no_auxiliary", "no auxiliary losses", "#98df8a"),
+    Method(
+        "current", "trace_memory.ablations:CurrentObservation.from_config", "current observation", "#c7c7c7", "ablation"
+    ),
+    Method(
+        "signature-only", "trace_memory.ablations:SignatureOnly.from_config", "signature only", "#bcbd22", "ablation"
+    ),
+    Method("unrouted", "trace_memory.ablations:unrouted", "unrouted slots", "#17becf", "ablation"),
+    Method("no-delta", "trace_memory.ablations:no_delta", "no delta key", "#e377c2", "ablation"),
+    Method("mean-read", "trace_memory.ablations:mean_read", "mean readout", "#aec7e8", "ablation"),
+    Method("no-auxiliary", "trace_memory.ablations:no_auxiliary", "no auxiliary losses", "#98df8a", "ablation"),
 ):
     register(_method)

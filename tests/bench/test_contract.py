@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import gymnasium
 import mujoco
@@ -11,13 +12,13 @@ import pytest
 from gymnasium.utils.env_checker import check_env
 
 import trace_bench
-from trace_bench.env import LONGEST, WAIT, ActionError, BenchEnv, OptionError, make
+from trace_bench.env import LONGEST, WAIT, BenchEnv, make
 from trace_bench.expert import ASIDE, ASKANCE, NEARBY, Expert
 from trace_bench.referee import Outcome
-from trace_bench.registry import EVERY, VERSIONS, UnknownTaskError
 from trace_bench.robot import CAMERAS, CHANNELS, HIGH, LOW
+from trace_bench.tasks import EVERY, SHORT, VERSIONS, load, register
 from trace_bench.tasks.book import HUB, TURNED
-from trace_bench.world import RenderError
+from trace_errors import ControlError, SimulationError, UsageError
 
 SHAPE = {"Tool": (2, 4), "Book": (3, 4), "Laundry": (2, 4), "Cable": (1, 4), "Medicine": (2, 4)}  # the paper's table
 HORIZON = {"Tool": 2910, "Book": 1392, "Laundry": 2220, "Cable": 1770, "Medicine": 1759}  # frames at 30 Hz, ditto
@@ -353,7 +354,7 @@ def test_doing_nothing_is_a_prebranch_failure(task):
         assert reward == 0
     assert env.record.steps == env.limit
     assert env.record.outcome is Outcome.PREBRANCH
-    with pytest.raises(RuntimeError, match="call reset"):
+    with pytest.raises(ControlError, match="call reset"):
         env.step(still)
 
 
@@ -374,7 +375,7 @@ def test_bad_actions_are_named_and_change_nothing(task, action, message):
     env = make(task, cameras=())
     env.reset(seed=0)
     before = env.world.data.qpos.copy(), env.record.steps
-    with pytest.raises(ActionError, match=message):
+    with pytest.raises(ControlError, match=message):
         env.step(action)
     np.testing.assert_array_equal(env.world.data.qpos, before[0])
     assert env.record.steps == before[1]
@@ -399,15 +400,15 @@ def test_bad_actions_are_named_and_change_nothing(task, action, message):
     ],
 )
 def test_bad_options_are_named(options, message):
-    with pytest.raises(OptionError, match=message):
+    with pytest.raises(UsageError, match=message):
         make("Cable", **options)
 
 
 def test_bad_cue_is_named():
     env = make("Cable", cameras=())
-    with pytest.raises(OptionError, match=r"cue: got 2, expected 0 to 1 \(left reel, right reel\)"):
+    with pytest.raises(UsageError, match=r"cue: got 2, expected 0 to 1 \(left reel, right reel\)"):
         env.reset(seed=0, options={"cue": 2})
-    with pytest.raises(OptionError, match="options: got 'cues', expected only 'cue'"):
+    with pytest.raises(UsageError, match="options: got 'cues', expected only 'cue'"):
         env.reset(seed=0, options={"cues": 1})
     env.reset(seed=0, options={"cue": np.int64(1), "lerobot_new_rollout": True})
     assert env.episode.cue == 1
@@ -419,10 +420,40 @@ def test_versions_are_of_tasks():
 
 
 def test_unknown_task_names_the_nearest():
-    with pytest.raises(UnknownTaskError, match="did you mean 'Medicine'"):
+    with pytest.raises(UsageError, match="did you mean 'Medicine'"):
         make("medecine")
-    with pytest.raises(UnknownTaskError, match="the tasks are Tool, Book"):
+    with pytest.raises(UsageError, match="the tasks are Tool, Book"):
         make("qqq")
+
+
+@pytest.fixture
+def tiny(monkeypatch):
+    """tiny_task.py beside this file, registered as docs/suite.md explains it, and forgotten afterwards."""
+    monkeypatch.syspath_prepend(Path(__file__).parent)
+    register("Tiny", "tiny_task:Tiny")
+    monkeypatch.setitem(EXTRA, "Tiny", (1, 4))
+    yield "Tiny"
+    for table in (SHORT, EVERY, VERSIONS):
+        del table["Tiny"]
+    del gymnasium.registry["trace_bench/Tiny-v1"]
+
+
+def test_a_task_is_added_and_keeps_the_contract(tiny, monkeypatch):
+    """The checks of every task hold for one that lives outside the package."""
+    with pytest.raises(UsageError, match="got 'tiny', expected a name that is not yet registered"):
+        register("tiny", "elsewhere:Tiny")
+    assert "Tiny" not in trace_bench.TASKS
+    assert load("tINY").name == "Tiny"
+    test_gymnasium_accepts_it("Tiny")
+    for split in ("train", "heldout"):
+        test_expert_completes_every_stage_in_order("Tiny", split)
+    test_same_seed_same_episode("Tiny")
+    test_the_cue_is_gone_at_every_branch("Tiny")
+    test_the_cue_is_there_at_the_start_and_nowhere_else("Tiny")
+    test_a_longer_delay_postpones_the_branch("Tiny")
+    test_following_another_cue_is_a_wrong_branch("Tiny")
+    test_doing_nothing_is_a_prebranch_failure("Tiny")
+    test_acting_before_the_lamp_counts_for_nothing("Tiny", monkeypatch)
 
 
 def test_vectorised():
@@ -443,7 +474,7 @@ def test_a_fork_after_drawing_is_refused(monkeypatch):
     """GL hangs in a forked child; the message says what to do instead."""
     env = make("Cable", size=24)
     monkeypatch.setattr("trace_bench.world._drawing_process", 1)
-    with pytest.raises(RenderError, match="context='forkserver'"):
+    with pytest.raises(SimulationError, match="context='forkserver'"):
         env.reset(seed=0)
 
 

@@ -8,10 +8,11 @@ import pytest
 
 from trace_bench.episode import INSTANCES, SPLITS, Episode, draw_cue
 from trace_bench.referee import Decision, Outcome, Record, Referee, Stage, Subtask, classify, progress
-from trace_bench.registry import TASKS, load
 from trace_bench.robot import ARM, CHANNELS, GRIPPER, HANDS, HIGH, LOW, READY, kinematics, pose, ready_posture
 from trace_bench.task import PROFILES
-from trace_bench.world import RenderError, World
+from trace_bench.tasks import TASKS, load
+from trace_bench.world import World
+from trace_errors import ControlError, SimulationError, UsageError
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +41,7 @@ def test_kinematics_against_mujoco(hand):
 
 
 def test_out_of_reach_says_by_how_much():
-    with pytest.raises(ValueError, match=r"left hand cannot reach \[2.0, 0.0, 0.6\].*mm short"):
+    with pytest.raises(ControlError, match=r"left hand cannot reach \[2.0, 0.0, 0.6\].*mm short"):
         kinematics().solve({"left": pose((2.0, 0.0, 0.6))})
 
 
@@ -107,7 +108,7 @@ def test_no_picture_says_what_to_install(monkeypatch):
         raise ImportError("libEGL.so.1: cannot open shared object file")
 
     monkeypatch.setattr("mujoco.Renderer", fail)
-    with pytest.raises(RenderError, match=r"libEGL\.so\.1.*apt-get install -y libegl1"):
+    with pytest.raises(SimulationError, match=r"libEGL\.so\.1.*apt-get install -y libegl1"):
         blind.render("overhead", 32, 32)
 
 
@@ -116,7 +117,7 @@ def test_mujoco_imported_first_without_a_screen_is_refused(monkeypatch):
     monkeypatch.delenv("DISPLAY", raising=False)
     monkeypatch.delenv("WAYLAND_DISPLAY", raising=False)
     monkeypatch.setattr("mujoco.GLContext", type("GLContext", (), {"__module__": "mujoco.glfw"}))
-    with pytest.raises(RenderError, match="MUJOCO_GL=egl, or import trace_bench first"):
+    with pytest.raises(SimulationError, match="MUJOCO_GL=egl, or import trace_bench first"):
         World(load("Cable").scene(), 10).render("overhead", 32, 32)
 
 
@@ -127,7 +128,7 @@ def test_progress_is_the_papers_equation():
     """100 / (N T S) times the number of stages that succeeded, written out."""
     sheets = [record([1, 2, None, None]), record([1, 2, 3, 4]), record([None] * 4)]
     assert progress(sheets) == pytest.approx(100 / (3 * 1 * 4) * (2 + 4 + 0))
-    with pytest.raises(ValueError, match="at least one record"):
+    with pytest.raises(UsageError, match="at least one record"):
         progress([])
 
 

@@ -7,7 +7,9 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import av
@@ -17,10 +19,10 @@ import pytest
 from lerobot.datasets.lerobot_dataset import LeRobotDataset
 
 from trace_bench.robot import CAMERAS, CHANNELS
-from trace_bench.world import RenderError
+from trace_errors import ControlError, SimulationError
 from trace_lab import collect as command
 from trace_lab import dataset as disk
-from trace_lab import pictures
+from trace_lab import gallery
 from trace_lab.cli import main
 
 SIZE = 32
@@ -93,9 +95,9 @@ def no_film(monkeypatch):
 
     def film(settings, row, path):
         path.write_bytes(b"")
-        return [np.zeros((2, 2, 3), np.uint8) for _ in pictures.moments(row)]
+        return [np.zeros((2, 2, 3), np.uint8) for _ in gallery.moments(row)]
 
-    monkeypatch.setattr(pictures, "film", film)
+    monkeypatch.setattr(gallery, "film", film)
 
 
 def test_what_is_in_a_dataset(three):
@@ -253,7 +255,7 @@ def test_episodes_the_expert_does_not_complete_are_left_out(tmp_path, monkeypatc
     def play(env, seed, real=disk.play):
         for step, frame in enumerate(real(env, seed)):
             if seed == 0 and step == 10:
-                raise disk.ExpertError("the left hand cannot reach it")
+                raise ControlError("the left hand cannot reach it")
             yield frame
 
     monkeypatch.setattr(disk, "play", play)
@@ -362,11 +364,38 @@ def test_two_collections_do_not_share_a_folder(tmp_path, capsys):
 
 def test_no_gl_is_said(tmp_path, monkeypatch, capsys):
     def record(*job):
-        raise RenderError("no picture could be drawn; apt-get install -y libegl1")
+        raise SimulationError("no picture could be drawn; apt-get install -y libegl1")
 
     monkeypatch.setattr(disk, "record", record)
     assert run(tmp_path / "out", 2) == 1
     assert "tracemem collect: no picture could be drawn; apt-get" in capsys.readouterr().err
+
+
+def test_nothing_is_left_outside_the_folder(tmp_path):
+    """LeRobot reads tables through a cache in the home folder; what it keeps of shards is not left there, nor elsewhere."""
+    home, temporary = tmp_path / "home", tmp_path / "temporary"
+    home.mkdir()
+    temporary.mkdir()
+    words = [sys.executable, "-m", "trace_lab.cli", "collect", "Signal", "--episodes", "1", "--size", "16"]
+    words += ["--delay", "0", "--workers", "1", "--out", str(tmp_path / "out")]
+    places = {"HOME": str(home), "TMPDIR": str(temporary)}
+    places |= {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "XDG_", *places))}
+    done = subprocess.run(words, env=places, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert not [path for path in temporary.rglob("*") if path.suffix == ".arrow" or path.name.startswith("tracemem-")]
+    assert not list(home.rglob("*.arrow"))
+
+
+def test_an_environment_is_used_again_and_a_flag_ends_a_recording(tmp_path):
+    """What a worker process keeps is one object."""
+    recorder, flag = disk.Recorder(), threading.Event()
+    env = recorder.env(SETTINGS)
+    assert recorder.env(SETTINGS) is env
+    assert recorder.env(replace(SETTINGS, delay=30)) is not env
+    recorder.obey(flag)
+    flag.set()
+    with pytest.raises(SimulationError, match="given up"):
+        recorder.record(SETTINGS, 0, tmp_path / "shard")
 
 
 def test_all_has_the_papers_counts(tmp_path):

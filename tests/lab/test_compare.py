@@ -1,31 +1,53 @@
-"""The comparison: the right steps in the right order, nothing twice, failures told; packed by what was measured."""
+"""The comparison: the right jobs in the right order, nothing twice, failures told; and its tables and set at the end."""
 
 import json
+import subprocess
+import sys
 import threading
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 import pytest
-import torch
+from rich.console import Console
 
-from trace_bench.registry import VERSIONS
-from trace_lab import compare as compare_module
-from trace_lab import packing
+from trace_errors import UsageError
+from trace_lab import compare as module
+from trace_lab import queue as queue_module
+from trace_lab import results
 from trace_lab.cli import main
-from trace_lab.compare import GROUPS, Plan, collected, method, methods_of, steps_of, work
-from trace_lab.packing import Packed, choose
-from trace_lab.recipe import RecipeError
-from trace_lab.runners import Here, OnRay
-from trace_memory.config import MEMORIES
+from trace_lab.compare import Plan, groups, hours, jobs_of, listing, method, methods_of, work
+from trace_lab.queue import TRACEMEM, Line, Queue
+from trace_memory.registry import METHODS
 
 SHEET = {
     "split": "heldout", "cue": 0, "delay": 60, "cue_gone": 10, "steps": 100, "drops": 0, "outcome": "timeout",
 }  # fmt: skip
 
 
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    monkeypatch.setattr(queue_module, "POLL", 0.01)
+
+
 def plan(tmp_path, tasks=("Cable",), methods=(("act", "none"), ("act", "trace")), seeds=(0,)) -> Plan:
     return Plan(tmp_path, tasks, methods, seeds, "tiny", ("steps=4",), 3, 64, 2, tmp_path / "data")
+
+
+@dataclass
+class Begun:
+    future: "Future[int]"
+    place: str = "here"
+
+    def poll(self) -> int | None:
+        return self.future.result() if self.future.done() else None
+
+    def stop(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
 
 
 class Fake:
@@ -33,13 +55,14 @@ class Fake:
 
     def __init__(self, fail: str = "", room: int = 4):
         self.pool, self.fail, self.room = ThreadPoolExecutor(room), fail, room
-        self.begun, self.ended, self.lock = [], [], threading.Lock()
+        self.begun, self.ended, self.guard = [], [], threading.Lock()
 
-    def submit(self, command, log) -> Future:
-        return self.pool.submit(self.run, command, log)
+    def start(self, words, log, lock, avoid) -> Begun:
+        assert tuple(words[: len(TRACEMEM)]) == TRACEMEM
+        return Begun(self.pool.submit(self.run, tuple(words[len(TRACEMEM) :]), log))
 
     def run(self, command, log) -> int:
-        with self.lock:
+        with self.guard:
             self.begun.append((command, list(self.ended)))
         log.parent.mkdir(exist_ok=True)
         log.write_text("some words\nthe last words\n")
@@ -47,54 +70,48 @@ class Fake:
         if self.fail and self.fail in " ".join(command):
             return 1
         getattr(self, command[0])(command)
-        with self.lock:
+        with self.guard:
             self.ended.append(command)
         return 0
 
     def collect(self, command) -> None:
         folder = self.value(command, "--out") / "meta"
-        folder.mkdir(parents=True)
-        note = folder / "trace_bench.tmp"  # there at once, as the real one: others look at it all the time
-        told = {"episodes": int(self.text(command, "--episodes")), "task": command[1], "suite": VERSIONS[command[1]]}
-        note.write_text(json.dumps(told))
-        note.rename(folder / "trace_bench.json")
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "info.json").touch()
 
     def train(self, command) -> None:
-        (self.value(command, "--out") / "checkpoints" / "000004").mkdir(parents=True)
-        if self.value(command, "--out").parent.name == "encoder":
-            note = {"asked": {"recipe": {"branches": 0 if "branches=0" in command else 1}}}
-            (self.value(command, "--out") / "run.json").write_text(json.dumps(note))
+        run = self.value(command, "--out")
+        (run / "checkpoints" / "last").mkdir(parents=True, exist_ok=True)
+        (run / "run.json").write_text(json.dumps({"asked": {"recipe": {}}, "commit": "abc"}))
 
     def eval(self, command) -> None:
-        task, run = self.text(command, "--task"), command[1]
-        folder = compare_module.Path(run) / "evaluation" / task
-        folder.mkdir(parents=True)
-        policy, memory = compare_module.Path(run).parent.name.split("+")
-        progress = 0.5 if memory == "none" else 1.0
+        task, run, count = self.text(command, "--task"), Path(command[1]), int(self.text(command, "--episodes"))
+        folder = run / "evaluation" / task
+        folder.mkdir(parents=True, exist_ok=True)
+        policy, memory = run.parent.name.split("+")
         rows = [
             SHEET
-            | {"task": task, "seed": seed, "policy": policy, "memory": memory, "training_seed": 0, "progress": progress}
-            | {"stages": {"a": 1, "b": None if memory == "none" else 2}}
+            | {"task": task, "seed": seed, "policy": policy, "memory": memory, "training_seed": int(run.name[4:])}
+            | {"stages": {"a": 1, "b": None if memory == "none" else 2}, "progress": 0.5 if memory == "none" else 1.0}
             | {"decisions": [{"name": "b", "answer": 0, "frame": 1, "step": 2, "choice": 0, "correct": True}]}
-            for seed in range(2)
+            for seed in range(count)
         ]
+        (folder / "evaluation.json").write_text(json.dumps({"settings": {"episodes": count}}))
         (folder / "evaluation.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
     @staticmethod
     def text(command, name) -> str:
         return command[command.index(name) + 1]
 
-    def value(self, command, name):
-        return compare_module.Path(self.text(command, name))
+    def value(self, command, name) -> Path:
+        return Path(self.text(command, name))
 
 
 def run(made: Plan, fake: Fake) -> dict:
-    from rich.console import Console
-
-    return work(steps_of(made, 1), fake, made.out, Console(stderr=True, quiet=True))
+    return work(Queue(made.out), jobs_of(made), fake, Console(stderr=True, quiet=True))
 
 
-def test_each_step_after_what_it_needs_and_none_twice(tmp_path):
+def test_each_job_after_what_it_needs_and_none_twice(tmp_path):
     made, fake = plan(tmp_path, tasks=("Cable", "Medicine"), seeds=(0, 1)), Fake()
     assert run(made, fake) == {}
     assert len(fake.begun) == len(set(fake.ended)) == 2 + 2 * 2 * 2 * 2
@@ -104,13 +121,17 @@ def test_each_step_after_what_it_needs_and_none_twice(tmp_path):
             assert any(each[0] == "collect" and Fake.text(each, "--out") == command[1] for each in ended), names
         if command[0] == "eval":
             assert any(each[0] == "train" and Fake.text(each, "--out") == command[1] for each in ended), names
-        if command[0] == "collect":  # one at a time: it uses all cores
-            before = [c for c, _ in fake.begun[: fake.begun.index((command, ended))] if c[0] == "collect"]
-            assert all(each in ended for each in before)
     assert run(made, nothing := Fake()) == {}
     assert nothing.begun == []
     assert run(plan(tmp_path, tasks=("Cable", "Medicine"), seeds=(0, 1, 2)), more := Fake()) == {}
     assert sorted(command[0] for command, _ in more.begun) == ["eval"] * 4 + ["train"] * 4
+
+
+def test_more_episodes_are_played_and_nothing_trained_again(tmp_path):
+    made = plan(tmp_path)
+    assert run(made, Fake()) == {}
+    assert run(replace(made, episodes=5), more := Fake()) == {}
+    assert [command[0] for command, _ in more.begun] == ["eval", "eval"]
 
 
 def test_what_is_trained_is_evaluated_before_more_is_trained(tmp_path):
@@ -120,239 +141,191 @@ def test_what_is_trained_is_evaluated_before_more_is_trained(tmp_path):
     assert [command[0] for command, _ in fake.begun] == ["collect", *["train", "eval"] * 4]
 
 
-def test_methods_share_an_encoder_that_is_trained_once(tmp_path):
-    methods = (("act", "none"), ("act", "trace"), ("diffusion", "trace"))
-    made, fake = replace(plan(tmp_path, tasks=("Cable", "Medicine"), methods=methods), encoder=4), Fake()
-    assert run(made, fake) == {}
-    trainings = [(command, ended) for command, ended in fake.begun if command[0] == "train"]
-    encoders = {Fake.text(c, "--out"): c for c, _ in trainings if "--encoder" not in c}
-    assert len(encoders) == 2
-    assert all("steps=4" in command and "backbone=frozen" not in command for command in encoders.values())
-    assert all("branches=0" in command for command in encoders.values())
-    methods = [(command, ended) for command, ended in trainings if Fake.text(command, "--out") not in encoders]
-    assert len(methods) == 6
-    for command, ended in methods:
-        start = encoders[Fake.text(command, "--encoder")]
-        assert start in ended
-        assert start[1] == command[1]  # the same data
-        assert Fake.text(start, "--policy") == "act"  # which Diffusion Policy takes, too
-        assert Fake.text(start, "--memory") == "none"
-        assert "backbone=frozen" in command
-    assert made.made("act", "trace").backbone == "frozen"
-
-
 def test_all_of_a_seed_comes_before_the_next(tmp_path):
     made = plan(tmp_path, tasks=("Cable", "Medicine"), seeds=(0, 1))
-    order = [step.name for step in steps_of(made, 1) if step.kind == "train"]
+    order = [job.name for job in jobs_of(made) if job.command[0] == "train"]
     cells = [f"{task}: act+{memory}, seed" for memory in ("none", "trace") for task in ("Cable", "Medicine")]
     assert order == [f"{cell} {seed}" for seed in (0, 1) for cell in cells]
 
 
-def test_data_of_another_version_of_the_suite_do_not_count(tmp_path):
-    (tmp_path / "meta").mkdir()
-    for version, count in ((VERSIONS["Book"], 3), (VERSIONS["Book"] - 1, 0)):
-        note = {"episodes": 3, "suite": version, "task": "Book"}
-        (tmp_path / "meta" / "trace_bench.json").write_text(json.dumps(note))
-        assert collected(tmp_path) == count
+def test_every_method_has_the_same_data_seeds_and_numbers(tmp_path):
+    """Their commands differ in policy and memory, and in where they write; in no option that only one of them has."""
+    made = plan(tmp_path, methods=(("act", "none"), ("act", "trace"), ("diffusion", "gru")))
+    trainings = [job.command for job in jobs_of(made) if job.command[0] == "train"]
+    own = {"--out", "--policy", "--memory"}
+    shared = [[w for last, w in zip(("", *words), words, strict=False) if last not in own] for words in trainings]
+    assert shared[0] == shared[1] == shared[2]
+    assert shared[0][-2:] == ["--set", "steps=4"]
 
 
-def test_encoders_of_another_comparison_are_used(tmp_path, capsys):
-    for name in ("first", "second"):
-        (tmp_path / name).mkdir()
-    first = replace(plan(tmp_path / "first", methods=(("act", "none"),)), encoder=4)
-    assert run(first, Fake()) == {}
-    made, fake = replace(plan(tmp_path / "second"), encoders=first.out), Fake()
-    assert run(made, fake) == {}
-    trainings = [command for command, _ in fake.begun if command[0] == "train"]
-    assert len(trainings) == 2
-    for command in trainings:
-        assert Fake.text(command, "--encoder") == str(first.out / "cable" / "encoder" / "act")
-        assert "backbone=frozen" in command
-    words = ["compare", "--out", str(tmp_path / "third"), "--tasks", "Cable", "Tool", "--methods", "act+gru"]
-    for branches in (0, 1):
-        note = {"asked": {"recipe": {"branches": branches}}}
-        (first.out / "cable" / "encoder" / "act" / "run.json").write_text(json.dumps(note))
-        assert main([*words, "--encoders", str(first.out)]) == 2
-        told = capsys.readouterr()
-        assert "no trained policy there; compare --encoder makes them" in told.err
-        assert ("by heart" in " ".join(told.out.split())) == (branches == 1)
-    assert main([*words, "--encoders", str(first.out), "--encoder", "5"]) == 2
-    assert "not both" in capsys.readouterr().err
+def test_processes_do_not_change_what_a_job_is(tmp_path):
+    made = plan(tmp_path)
+    assert run(made, Fake()) == {}
+    queue, nothing = Queue(tmp_path), Fake()
+    assert work(queue, jobs_of(made, workers=9), nothing, Console(quiet=True)) == {}
+    assert nothing.begun == []
 
 
-def test_a_failure_is_told_and_only_what_needs_it_is_left(tmp_path):
+def test_a_failure_is_tried_again_and_told_and_only_what_needs_it_is_left(tmp_path):
     made, fake = plan(tmp_path), Fake(fail="--memory trace")
-    failed = run(made, fake)
-    assert sorted(failed) == ["Cable: act+trace, seed 0", "Cable: act+trace, seed 0, evaluation"]
+    left = run(made, fake)
+    assert sorted(left) == ["Cable: act+trace, seed 0", "Cable: act+trace, seed 0, evaluation"]
+    assert "the last words" in left["Cable: act+trace, seed 0"]
+    assert left["Cable: act+trace, seed 0, evaluation"] == "needs Cable: act+trace, seed 0"
     assert [command[0] for command in fake.ended] == ["collect", "train", "eval"]
-    assert "the last words" in next(iter(failed.values())).read_text()
+    assert [command[0] for command, _ in fake.begun].count("train") == 3
     assert run(made, again := Fake()) == {}
     assert [command[0] for command in again.ended] == ["train", "eval"]
 
 
-def test_a_machine_that_goes_away_is_a_failure_like_others(tmp_path, monkeypatch):
-    fake = Fake()
-    real = fake.train
-
-    def train(command):
-        if "trace" in command:
-            raise ConnectionError("the node died")
-        real(command)
-
-    monkeypatch.setattr(fake, "train", train)
-    failed = run(plan(tmp_path), fake)
-    assert sorted(failed) == ["Cable: act+trace, seed 0", "Cable: act+trace, seed 0, evaluation"]
+# -- core hours -----------------------------------------------------------------------------------------------------
 
 
-def test_the_command_writes_tables_and_refuses_other_settings(tmp_path, monkeypatch, capsys):
-    fake = Fake()
-    monkeypatch.setattr(compare_module, "Here", lambda *_: _Context(fake))
+def test_core_hours_are_planned_and_then_measured(tmp_path):
+    jobs = jobs_of(plan(tmp_path))
+    planned = hours(jobs, {})
+    assert planned == {job.name: job.hours for job in jobs}
+    assert planned["Cable: collect"] == pytest.approx(3 * 8 / 3600)
+    first = jobs[1]
+    lines = {first.name: Line(first, "done", 1, 3600 * first.hours * 3)}  # three times as long as planned
+    each = hours(jobs, lines, threads=2)  # on two cores
+    assert each[first.name] == pytest.approx(6 * first.hours)
+    (other,) = (job for job in jobs if job.command[0] == "train" and job != first)
+    assert each[other.name] == pytest.approx(6 * other.hours)
+    assert each["Cable: collect"] == planned["Cable: collect"]
+    text = listing(jobs, lines, 2)
+    assert text.count("to do  ") == 4
+    assert text.count("done   ") == 1
+    assert f"4 jobs to do, {sum(each.values()) - each[first.name]:.1f} core hours (by those that are done)" in text
+    assert "nothing has been measured yet" in listing(jobs, {}, 1)
+
+
+# -- the command ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def fake(monkeypatch) -> Fake:
+    made = Fake()
+    monkeypatch.setattr(module, "Local", lambda *_: made)
+    return made
+
+
+def words(out: Path) -> list[str]:
+    return ["compare", "--out", str(out), "--tasks", "cable", "--methods", "act", "act+trace", "--preset", "tiny",
+            "--demonstrations", "3", "--jobs", "2", "--episodes", "2", "--set", "steps=4"]  # fmt: skip
+
+
+def test_it_ends_with_its_tables_and_its_set(tmp_path, fake, capsys):
     out = tmp_path / "out"
-    words = ["compare", "--out", str(out), "--tasks", "cable", "--methods", "act", "act+trace", "--preset", "tiny",
-             "--demonstrations", "3", "--runner", "here", "--jobs", "2", "--episodes", "2", "--set", "steps=4"]  # fmt: skip
-    assert main([*words, "--json"]) == 0
+    assert main([*words(out), "--json"]) == 0
     printed = json.loads(capsys.readouterr().out)
-    assert json.loads((out / "tables.json").read_text()) == printed
-    assert "TRACE Regression" in (out / "tables.md").read_text()
-    assert "50.0" in (out / "tables.md").read_text()
+    assert [row["Method"] for row in printed["main"]["rows"]] == ["ACT", "TRACE Regression"]
+    text = (out / "tables.md").read_text()
+    assert "| ACT | 50.0 ± 0.0 |" in text
+    assert "TRACE Regression" in (out / "methods.svg").read_text()
+    reading = results.read(out / "results.parquet")
+    assert len(reading.rollouts) == 4
+    assert {each.commit for each in reading.rollouts} == {"abc"}
+    assert {each.size for each in reading.rollouts} == {"tiny"}
+    (command,) = {each.command for each in reading.rollouts if each.method == ("act", "trace")}
+    assert command.startswith(
+        "tracemem train OUT/data/cable --out OUT/cable/act+trace/seed0 --policy act --memory trace"
+    )
+    assert command.endswith("&& tracemem eval OUT/cable/act+trace/seed0 --task Cable --episodes 2")
+    told = results.manifest(out / "results.parquet")
+    assert told["unfinished"] == []
+    (again,) = told["command"]
+    assert str(tmp_path) not in json.dumps(told)
+    assert again == (
+        "tracemem compare --out OUT --tasks Cable --methods act+none act+trace --seeds 0 --preset tiny --set steps=4 "
+        "--demonstrations 3 --size 96 --episodes 2"
+    )
+    before = {path: path.read_bytes() for path in out.glob("*") if path.suffix in {".parquet", ".md", ".svg"}}
+    assert main(words(out)) == 0
+    assert before == {path: path.read_bytes() for path in before}
+    assert len(fake.begun) == 5
+
+
+def test_what_could_not_be_done_is_an_error_after_the_tables(tmp_path, fake, capsys):
+    fake.fail = "--memory trace"
+    out = tmp_path / "out"
+    assert main(words(out)) == 1
+    told = capsys.readouterr()
+    assert "2 of 5 jobs could not be done. Cable: act+trace, seed 0: the last words" in told.err
+    assert "| ACT | 50.0" in (out / "tables.md").read_text()
+    unfinished = results.manifest(out / "results.parquet")["unfinished"]
+    assert unfinished == ["Cable: act+trace, seed 0", "Cable: act+trace, seed 0, evaluation"]
+
+
+def test_other_settings_and_other_folders_are_refused(tmp_path, fake, capsys):
+    out = tmp_path / "out"
+    assert main(words(out)) == 0
     kept = (out / "compare.json").read_bytes()
-    assert main([*words[:-1], "steps=5"]) == 2
+    assert main([*words(out)[:-1], "steps=5"]) == 2
     assert "comparison with other settings (changes was ['steps=4'], now ['steps=5'])" in capsys.readouterr().err
     assert (out / "compare.json").read_bytes() == kept
     told = json.loads(kept)
     told["recipes"]["act+trace"]["policy_options"]["chunk_size"] = 7  # a preset of before
     (out / "compare.json").write_text(json.dumps(told))
-    assert main(words) == 2
+    assert main(words(out)) == 2
     assert "other settings (act+trace.policy_options.chunk_size was 7, now 40)" in capsys.readouterr().err
     (out / "compare.json").write_bytes(kept)
-    assert main([*words, "--plan-only"]) == 0
-    assert capsys.readouterr().out.count("done: ") == 5
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other/precious").touch()
+    assert main(words(tmp_path / "other")) == 2
+    assert "is not empty and has no compare.json" in capsys.readouterr().err
 
 
-class _Context:
-    def __init__(self, fake):
-        self.fake = fake
-
-    def __enter__(self):
-        return self.fake
-
-    def __exit__(self, *_):
-        return None
+def test_a_plan_lists_the_cells_with_their_core_hours_and_does_nothing(tmp_path, fake, capsys):
+    out = tmp_path / "out"
+    assert main([*words(out), "--plan-only"]) == 0
+    told = capsys.readouterr().out
+    assert told.count("to do  ") == 5
+    assert "5 jobs to do, 0.0 core hours (a rough plan: nothing has been measured yet)" in told
+    assert not out.exists()
+    assert main(words(out)) == 0
+    capsys.readouterr()
+    assert main([*words(out), "--plan-only"]) == 0
+    assert capsys.readouterr().out.count("done   ") == 5
 
 
 @pytest.mark.parametrize(
-    ("words", "expected"),
+    ("options", "expected"),
     [
         (["--tasks", "cabel"], "there is no task 'cabel'; did you mean 'Cable'?"),
         (["--methods", "atc+trace"], "method: there is no 'atc'; did you mean 'act'?"),
         (["--methods", "act+tarce"], "there is no 'tarce'; did you mean 'trace'?"),
         (["--preset", "small"], "preset: there is no 'small'"),
-        (["--jobs", "0"], "jobs: got 0, expected 1 or more"),
-        (["--encoder", "-1"], "encoder: got -1, expected a number of updates"),
+        (["--set", "stps=4"], "option: there is no 'stps'; did you mean 'steps'?"),
+        (["--jobs", "0"], "--jobs: got 0, expected 1 or more"),
+        (["--episodes", "0"], "--episodes: got 0, expected 1 or more"),
+        (["--methods"], "--methods: got none, expected one or more"),
     ],
 )
-def test_unknown_names_are_told_with_the_nearest(tmp_path, capsys, words, expected):
-    assert main(["compare", "--out", str(tmp_path / "out"), *words]) == 2
+def test_what_is_wrong_is_told_before_anything_is_done(tmp_path, capsys, options, expected):
+    assert main(["compare", "--out", str(tmp_path / "out"), *options]) == 2
     assert expected in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
 
-def test_a_folder_with_other_things_is_left_alone(tmp_path, capsys):
-    (tmp_path / "precious").touch()
-    assert main(["compare", "--out", str(tmp_path), "--tasks", "cable"]) == 2
-    assert "is not empty and has no compare.json" in capsys.readouterr().err
+def test_wrong_names_are_told_before_pytorch_is_imported(tmp_path):
+    code = (
+        "import sys; from trace_lab.cli import main; "
+        f"code = main(['compare', '--out', {str(tmp_path / 'out')!r}, '--methods', 'act+tarce']); "
+        "sys.exit(code + 10 * ('torch' in sys.modules or 'lerobot' in sys.modules))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False, capture_output=True).returncode == 2
 
 
 def test_groups_of_methods():
     assert methods_of(["main", "act", "act+gru"])[:2] == (("act", "none"), ("diffusion", "none"))
     assert len(methods_of(["main", "act"])) == 4
-    assert {memory for _, memory in methods_of(["all"])} == set(MEMORIES)
-    assert len(methods_of(GROUPS)) == 2 * len(MEMORIES)
+    assert methods_of(["baselines"]) == tuple(("act", name) for name in ("gru", "transformer", "lru", "retrieval"))
+    assert {memory for _, memory in methods_of(["ablations"])} == {
+        "current", "signature-only", "unrouted", "no-delta", "mean-read", "no-auxiliary",
+    }  # fmt: skip
+    assert {memory for _, memory in methods_of(["all"])} == set(METHODS)
+    assert len(methods_of(groups())) == 2 * len(METHODS)
     assert method("diffusion+lru") == ("diffusion", "lru")
-    with pytest.raises(RecipeError):
+    with pytest.raises(UsageError):
         method("")
-
-
-@pytest.mark.parametrize("kind", ["here", "ray"])
-def test_real_processes(tmp_path, kind):
-    with Here(2, 1) if kind == "here" else OnRay(1, 1, None) as runner:
-        good = runner.submit(("--version",), tmp_path / "logs" / "good.log")
-        bad = runner.submit(("parms",), tmp_path / "logs" / "bad.log")
-        assert good.result(timeout=120) == 0
-        assert bad.result(timeout=120) == 2
-    assert (tmp_path / "logs" / "good.log").read_text().startswith("$ tracemem --version\n0.")
-    assert "did you mean 'params'" in (tmp_path / "logs" / "bad.log").read_text()
-
-
-# -- packing ---------------------------------------------------------------------------------------------------------------
-
-
-def test_the_fewest_that_do_nearly_the_most_are_chosen():
-    rows = lambda *totals: [Packed(n, total, total / n, 0) for n, total in zip((1, 4, 8), totals, strict=True)]  # noqa: E731
-    assert choose(rows(100, 300, 310)) == 4
-    assert choose(rows(100, 300, 400)) == 8
-    assert choose(rows(100, 90, 80)) == 1
-    assert choose(rows(100, 102, 115)) == 8
-
-
-def test_what_was_measured_is_used_only_on_such_a_device(tmp_path):
-    note = tmp_path / "packing.json"
-    assert packing.load(note, "cpu") is None
-    note.write_text(json.dumps({"device": "cpu", "rows": [vars(Packed(1, 2.0, 2.0, 0))]}))
-    assert packing.load(note, "cpu") == [Packed(1, 2.0, 2.0, 0)]
-    assert packing.load(note, "NVIDIA H200") is None
-
-
-def test_trainings_are_measured_side_by_side(dataset, monkeypatch):
-    jobs, begin = [], packing._begin
-    monkeypatch.setattr(packing, "_begin", lambda *given: jobs.append(begin(*given)) or jobs[-1])
-    small = [
-        "preset=tiny",
-        "episodes=1",
-        "targets=2",
-        "policy.dim_model=32",
-        "policy.n_heads=2",
-        "memory.update_every=64",
-    ]
-    (row,) = packing.measure(dataset, (2,), small, seconds=0.5)
-    assert row.count == 2
-    assert row.failed == 0
-    assert row.total == pytest.approx(2 * row.each, abs=0.2)
-    assert row.total > 0
-    assert [job.returncode for job in jobs] == [0, 0]  # killed at work, one would take others on the GPU with it
-
-
-def test_trainings_that_do_not_fit_are_told(tmp_path):
-    class Dead:
-        def poll(self):
-            return 1
-
-    assert packing._together(4, [0, 2, 3], [Dead()] * 4, tmp_path, 1.0) == Packed(4, 0.0, 0.0, 1)
-    assert packing._together(2, [0, 1], [Dead()] * 2, tmp_path, 1.0) == Packed(2, 0.0, 0.0, 2)
-    assert choose([Packed(1, 5.0, 5.0, 0), Packed(4, 0.0, 0.0, 1)]) == 1
-    with pytest.raises(packing.PackingError, match="not even 1 of these trainings fit here"):
-        choose([Packed(1, 0.0, 0.0, 1)])
-
-
-def test_trainings_that_do_not_run_are_told(tmp_path, monkeypatch):
-    monkeypatch.setattr(packing.sys, "executable", "/bin/false")
-    with pytest.raises(packing.PackingError, match=r"no training of .* ran here: it said nothing"):
-        packing.measure(tmp_path, (1, 4), seconds=0.5)
-
-
-def test_compare_measures_once(tmp_path, monkeypatch):
-    made, measured = plan(tmp_path), []
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "a GPU")
-    monkeypatch.setattr(compare_module, "Here", lambda *_: _Context(Fake()))
-
-    def measure(data, settings):
-        measured.append((data, settings))
-        return [Packed(1, 10.0, 10.0, 0), Packed(4, 30.0, 7.5, 0)]
-
-    monkeypatch.setattr(packing, "measure", measure)
-    from rich.console import Console
-
-    for _ in range(2):
-        assert compare_module.fit(made, tmp_path, Console(quiet=True)) == 4
-    assert measured == [(tmp_path / "data" / "cable", ["preset=tiny", "policy=act", "memory=trace", "steps=4"])]

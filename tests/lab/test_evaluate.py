@@ -5,6 +5,8 @@ import multiprocessing
 import os
 import shutil
 import signal
+import subprocess
+import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,14 +23,21 @@ from lerobot.policies.diffusion.configuration_diffusion import DiffusionConfig
 from lerobot.policies.diffusion.modeling_diffusion import DiffusionPolicy
 from lerobot.policies.factory import make_pre_post_processors
 
-from lerobot_policy_trace import MemoryOptions, TraceActConfig, TraceDiffusionConfig, frozen
-from lerobot_policy_trace.modeling_trace import TraceActPolicy, TraceDiffusionPolicy
-from trace_bench.env import OptionError, make
-from trace_bench.registry import VERSIONS
+from lerobot_policy_trace import (
+    MemoryOptions,
+    TraceActConfig,
+    TraceActPolicy,
+    TraceDiffusionConfig,
+    TraceDiffusionPolicy,
+)
+from trace_bench.env import make
 from trace_bench.robot import CAMERAS
+from trace_bench.tasks import VERSIONS
+from trace_errors import ControlError, SimulationError, UsageError
 from trace_lab import evaluate as command
+from trace_lab import rollout
 from trace_lab.cli import main
-from trace_lab.rollout import Begin, Meter, Pilot, PolicyError, Row, Rows, WorkerError, play
+from trace_lab.rollout import Begin, Meter, PolicyRunner, Row, Rows, play
 
 SIZE, LIMIT = 32, 12
 ACT = {
@@ -39,10 +48,9 @@ DIFFUSION = {
     "horizon": 8, "n_action_steps": 3, "down_dims": (16, 32), "crop_shape": None, "num_inference_steps": 2,
     "noise_scheduler_type": "DDIM", "use_separate_rgb_encoder_per_camera": False,
 }  # fmt: skip
-TINY = MemoryOptions(preset="tiny", depth=2)
+TINY = MemoryOptions(width=64, hidden=64)
 KINDS = {
     "trace_act": lambda **f: TraceActPolicy(TraceActConfig(memory=TINY, **ACT, **f)),
-    "resting": lambda **f: TraceActPolicy(TraceActConfig(memory=TINY, rest_action_steps=2, **ACT, **f)),
     "no memory": lambda **f: TraceActPolicy(TraceActConfig(memory=MemoryOptions(name="none"), **ACT, **f)),
     "ensemble": lambda **f: TraceActPolicy(
         TraceActConfig(memory=TINY, **ACT | {"n_action_steps": 1}, temporal_ensemble_coeff=0.1, **f)
@@ -76,9 +84,9 @@ def save(kind: str, folder: Path) -> Path:
     policy = KINDS[kind](
         **features(64 if "diffusion" in kind else SIZE)
     )  # Diffusion's encoder wants more than one cell
-    if getattr(policy, "recall", None) is not None:
-        policy.recall.frames.fill_(1)  # as after training
-        for p in policy.recall.adapter.parameters():
+    if getattr(policy, "memory_head", None) is not None:
+        policy.memory_head.frames.fill_(1)  # as after training
+        for p in policy.memory_head.adapter.parameters():
             torch.nn.init.normal_(p, std=0.2)
     for part in (policy, *make_pre_post_processors(policy.config)):
         part.save_pretrained(folder)
@@ -100,9 +108,9 @@ def runs(tmp_path_factory):
     return run
 
 
-def loaded(run: Path) -> Pilot:
+def loaded(run: Path) -> PolicyRunner:
     folder, _ = command.find(run)
-    return command.pilot(folder, command.configuration(folder, "cpu"), 0)
+    return command.runner(folder, "cpu", 0)
 
 
 def words(run, out, episodes, *options, limit=LIMIT, workers="1"):
@@ -123,11 +131,11 @@ def played(monkeypatch):
     """The seeds that are played from here on."""
     seeds: list[int] = []
 
-    def watched(rows, pilot, episodes, meter):
+    def watched(rows, runner, episodes, meter):
         seeds.extend(episode.seed for episode in episodes)
-        return play(rows, pilot, episodes, meter)
+        return play(rows, runner, episodes, meter)
 
-    monkeypatch.setattr(command, "play", watched)
+    monkeypatch.setattr(rollout, "play", watched)
     return seeds
 
 
@@ -197,7 +205,9 @@ def test_a_run_tells_task_and_seed(runs, tmp_path, capsys):
     run = shutil.copytree(runs("act"), tmp_path / "run", symlinks=True)
     (run / "run.json").write_text(json.dumps({"task": None, "seed": 3}))
     assert main(["eval", str(run)]) == 2
-    assert "--task: say which one" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "--task: got none" in said
+    assert "say which one. tracemem eval plays the tasks of the simulated suite (Tool, Book, " in said
     (run / "run.json").write_text(json.dumps({"task": "cable", "seed": 3}))
     options = ["--episodes", "3", "--rows", "2", "--limit", "4", "--workers", "1", "--device", "cpu"]
     assert main(["eval", str(run), *options]) == 0
@@ -223,39 +233,13 @@ def test_every_episode_has_the_cue_that_was_asked_for(five, runs, tmp_path):
         assert json.loads((out / "evaluation.json").read_text())["settings"]["cue"] == cue
 
 
-@pytest.mark.parametrize(
-    ("kind", "asked", "message"),
-    [
-        ("ensemble", (2, None, None), "--actions: got 2, expected 1 to 1"),
-        ("diffusion", (8, None, None), "--actions: got 8, expected 1 to 7"),  # a horizon of 8, of which one is past
-        ("diffusion", (None, None, 101), "--draws: got 101, expected 1 to 100"),
-        ("diffusion", (None, 2, None), "--rest: got 2, expected none: a stock policy looks as often at rest as ever"),
-        ("trace_act", (5, 6, None), "--actions, --rest: rest_action_steps: got 6, expected 1 to 5 "),
-        ("resting", (1, None, None), "--actions, --rest: rest_action_steps: got 2, expected 1 to 1 "),
-    ],
-)
-def test_a_policy_is_not_asked_for_more_than_it_can(kind, asked, message, runs):
-    folder, _ = command.find(runs(kind))
-    with pytest.raises(command.UsageError, match=message):
-        command.pace(command.configuration(folder, "cpu"), *asked)
-
-
-@pytest.mark.parametrize(("actions", "rest", "looks"), [(None, None, 2), (1, None, 5), (5, None, 1), (5, 2, 3)])
-def test_a_policy_looks_and_draws_as_asked(actions, rest, looks, runs, monkeypatch):
-    """Five steps, of a policy that looks after three actions and draws them in two steps."""
-    folder, _ = command.find(runs("trace_diffusion"))
-    config = command.configuration(folder, "cpu")
-    command.pace(config, actions, rest, 1 if actions else None)
-    monkeypatch.setattr(frozen, "STILL", 1e9)  # whatever it does is a rest
-    assert (command.looking(config) is None) == (rest is not None)
-    crew, drawn = command.pilot(folder, config, 0), []
-    policy = crew.policy
-    assert policy.diffusion.num_inference_steps == (1 if actions else 2)
-    real = policy.diffusion.generate_actions
-    policy.diffusion.generate_actions = lambda *a, **k: drawn.append(1) or real(*a, **k)
+def test_a_policy_predicts_as_often_as_its_configuration_says(runs):
+    """Five steps, of a policy whose chunks last for three and are drawn in two denoising steps."""
+    runner, denoised = loaded(runs("trace_diffusion")), []
+    runner.policy.diffusion.unet.register_forward_hook(lambda *_: denoised.append(1))
     with Rows(partial(make, "Cable", size=64, limit=5), 1, 1) as rows:
-        assert len([*play(rows, crew, [Begin(0)], Meter())]) > 0
-    assert len(drawn) == looks
+        assert sum(len(ended) for ended in play(rows, runner, [Begin(0)], Meter())) == 1
+    assert len(denoised) == 2 * 2
 
 
 # -- going on -------------------------------------------------------------------------------------------------------------
@@ -292,8 +276,7 @@ def test_other_settings_are_refused(five, runs, tmp_path, capsys):
         (["--split", "train"], "split: found 'heldout', asked for 'train'"),
         (["--first-seed", "7"], "first_seed: found 0, asked for 7"),
         (["--delay", "9"], "delay: found 60, asked for 9"),
-        (["--actions", "2"], "actions: found None, asked for 2"),
-        (["--rest", "2"], "rest: found None, asked for 2"),
+        (["--cue", "1"], "cue: found None, asked for 1"),
     ):
         assert main(words(other, out, 5, *options)) == 1
         assert difference in capsys.readouterr().err
@@ -321,7 +304,7 @@ def test_one_at_a_time(five, runs, tmp_path, capsys):
     out = shutil.copytree(five, tmp_path / "out")
     with command.opened(out):
         assert main(words(runs("trace_act"), out, 6)) == 1
-    assert "another tracemem eval is at work there" in capsys.readouterr().err
+    assert "another tracemem eval is at work in " in capsys.readouterr().err
 
 
 def test_films(five, runs, tmp_path, played):
@@ -385,18 +368,18 @@ class Local:
         return {seed: np.stack(each) for seed, each in found.items()}
 
 
-def reference(pilot: Pilot, seed: int, limit: int) -> np.ndarray:
+def reference(runner: PolicyRunner, seed: int, limit: int) -> np.ndarray:
     """One episode in LeRobot's words, alone."""
     env, actions, over = make("Cable", size=SIZE, limit=limit), [], False
     observation, _ = env.reset(seed=seed)
-    pilot.policy.reset()
+    runner.policy.reset()
     while not over:
         pixels = {camera: picture[None] for camera, picture in observation["pixels"].items()}
         batch = preprocess_observation(
             {**{k: v[None] for k, v in observation.items() if k != "pixels"}, "pixels": pixels}
         )
         with torch.inference_mode():
-            actions.append(pilot.after(pilot.policy.select_action(pilot.before(batch)))[0].numpy())
+            actions.append(runner.after(runner.policy.select_action(runner.before(batch)))[0].numpy())
         observation, _, terminated, truncated, _ = env.step(actions[-1])
         over = terminated or truncated
     return np.stack(actions)
@@ -407,18 +390,18 @@ LENGTHS = {0: 5, 1: 9, 2: 6, 3: 8, 4: 4}
 
 @pytest.mark.parametrize("kind", ["trace_act", "no memory", "act", "ensemble"])
 def test_rows_that_begin_and_end_at_any_time_act_as_alone(kind, runs):
-    pilot = loaded(runs(kind))
-    assert pilot.together is (kind in ("act", "ensemble"))
+    runner = loaded(runs(kind))
+    assert runner.together is (kind in ("act", "ensemble"))
     rows, meter = Local(3, LENGTHS), Meter()
-    sheets = [sheet for ended in play(rows, pilot, map(Begin, LENGTHS), meter) for sheet in ended]
+    sheets = [sheet for ended in play(rows, runner, map(Begin, LENGTHS), meter) for sheet in ended]
     assert {sheet["seed"]: sheet["steps"] for sheet in sheets} == LENGTHS
     assert meter.steps == sum(LENGTHS.values())
     together = rows.actions()
     for seed, length in LENGTHS.items():
-        np.testing.assert_allclose(together[seed], reference(pilot, seed, length), atol=1e-3)  # sensors work in steps
+        np.testing.assert_allclose(together[seed], reference(runner, seed, length), atol=1e-3)  # sensors work in steps
     assert np.ptp([each[0] for each in together.values()], axis=0).max() > 1e-2
     assert min(np.ptp(each, axis=0).max() for each in together.values()) > 1e-2
-    assert meter.calls == (9 + 8 if pilot.together else len(rows.log) - 1)
+    assert meter.calls == (9 + 8 if runner.together else len(rows.log) - 1)
 
 
 def test_nobody_waits_and_nobody_is_hurried():
@@ -513,14 +496,14 @@ def test_processes_give_what_one_environment_gives(experts):
 
 
 def test_a_batch_is_lerobots_own_and_a_copy(runs):
-    pilot, rng = loaded(runs("act")), np.random.default_rng(0)
+    runner, rng = loaded(runs("act")), np.random.default_rng(0)
     observation = {
         "agent_pos": rng.normal(size=(2, 17)).astype(np.float32),
         "episode_step": np.array([[3], [0]], np.int32),
         "pixels": {camera: rng.integers(0, 256, (2, SIZE, SIZE, 3), dtype=np.uint8) for camera in CAMERAS},
     }
     expected = {name: x.clone() for name, x in preprocess_observation(observation).items()}
-    batch = pilot.batch(observation)
+    batch = runner.batch(observation)
     for array in (observation["agent_pos"], observation["episode_step"], *observation["pixels"].values()):
         array[:] = 0
     assert batch.keys() == expected.keys()
@@ -533,7 +516,7 @@ def test_a_batch_is_lerobots_own_and_a_copy(runs):
 
 
 def test_actions_that_are_not_finite_are_named(runs, tmp_path, monkeypatch, capsys):
-    act = Pilot.act
+    act = PolicyRunner.act
 
     def broken(self, observation):
         actions = act(self, observation)
@@ -541,10 +524,10 @@ def test_actions_that_are_not_finite_are_named(runs, tmp_path, monkeypatch, caps
             actions[1, 9] = np.nan
         return actions
 
-    monkeypatch.setattr(Pilot, "act", broken)
+    monkeypatch.setattr(PolicyRunner, "act", broken)
     assert main(words(runs("trace_act"), tmp_path, 2)) == 1
     message = capsys.readouterr().err
-    assert "the policy's action is not finite in left_gripper (seed 1, step 3)" in message
+    assert "action: not finite in left_gripper (seed 1, step 3), expected finite numbers" in message
     assert not multiprocessing.active_children()
 
 
@@ -552,9 +535,9 @@ def test_actions_that_are_not_finite_are_named(runs, tmp_path, monkeypatch, caps
     ("end", "code", "message"), [("kill", 1, "a worker died with exit code"), ("ctrl-c", 130, "stopped")]
 )
 def test_what_is_finished_stays(end, code, message, runs, tmp_path, monkeypatch, capsys):
-    def interrupted(rows, pilot, episodes, meter):
+    def interrupted(rows, runner, episodes, meter):
         done = 0
-        for ended in play(rows, pilot, episodes, meter):
+        for ended in play(rows, runner, episodes, meter):
             yield ended
             done += len(ended)
             if done == 2 and end == "kill":
@@ -563,7 +546,7 @@ def test_what_is_finished_stays(end, code, message, runs, tmp_path, monkeypatch,
                 raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(command, "play", interrupted)
+        patch.setattr(rollout, "play", interrupted)
         assert main(words(runs("trace_act"), tmp_path, 3, "--rows", "2", limit=4, workers="2")) == code
     said = capsys.readouterr().err
     assert f"tracemem eval: {message}" in said
@@ -575,7 +558,7 @@ def test_what_is_finished_stays(end, code, message, runs, tmp_path, monkeypatch,
 def test_an_error_in_a_worker_is_told():
     with Rows(partial(make, "Cable", cameras=()), 1, 1) as rows:
         rows.do([Begin(0)])
-        with pytest.raises(WorkerError, match=r"ActionError: action: got shape \(3,\), expected \(17,\)"):
+        with pytest.raises(SimulationError, match=r"Error: action: got shape \(3,\), expected \(17,\)"):
             rows.do([np.zeros(3, np.float32)])
     assert not multiprocessing.active_children()
 
@@ -592,7 +575,7 @@ def test_a_row_that_stands_still_may_answer_nonsense():
 
     with Rows(partial(make, "Cable", cameras=(), limit=2), 2, 1) as rows:
         assert len([*play(rows, Nonsense(everywhere=False), [Begin(0)], Meter())]) == 3
-        with pytest.raises(PolicyError):
+        with pytest.raises(ControlError):
             [*play(rows, Nonsense(everywhere=True), [Begin(0)], Meter())]
 
 
@@ -600,17 +583,11 @@ def test_a_row_that_stands_still_may_answer_nonsense():
     ("options", "message"),
     [
         (["--task", "cabel"], "there is no task 'cabel'; did you mean 'Cable'?"),
-        ([], "--task: say which one"),
+        ([], "--task: got none"),
         (["--task", "cable"], "--out: say where to write"),
-        (
-            ["--task", "cable", "--out", "{out}", "--size", "96"],
-            "--size: got 96, but the policy's pictures are 32 x 32",
-        ),
         (["--task", "cable", "--out", "{out}", "--delay", "-1"], "delay: got -1, expected 0 or more"),
         (["--task", "cable", "--out", "{out}", "--limit", "0"], "limit: got 0, expected 1 or more"),
         (["--task", "cable", "--out", "{out}", "--cue", "2"], "--cue: got 2, expected 0 to 1 ("),
-        (["--task", "cable", "--out", "{out}", "--actions", "9"], "--actions: got 9, expected 1 to 8"),
-        (["--task", "cable", "--out", "{out}", "--draws", "2"], "--draws: got 2, expected none: only Diffusion"),
         (["--task", "cable", "--episodes", "0"], "--episodes: got 0, expected 1 or more"),
         (["--task", "cable", "--first-seed", "-1"], "--first-seed: got -1, expected 0 or more"),
         (["--task", "cable", "--rows", "0"], "--rows: got 0, expected 1 or more"),
@@ -626,11 +603,11 @@ def test_bad_options_are_named(options, message, runs, tmp_path, capsys):
 
 
 def test_checkpoints_that_cannot_be_used_are_named(runs, tmp_path, capsys):
-    def said(folder, code=2) -> str:
+    def said(folder, code=1) -> str:
         assert main(words(folder, tmp_path / "out", 1)) == code
         return capsys.readouterr().err
 
-    message = said(tmp_path / "nowhere")
+    message = said(tmp_path / "nowhere", 2)
     assert "nowhere: no policy there; looked for " in message
     assert "nowhere/checkpoints/last/pretrained_model/config.json" in message
     source = runs("act") / "checkpoints/000200/pretrained_model"
@@ -641,8 +618,8 @@ def test_checkpoints_that_cannot_be_used_are_named(runs, tmp_path, capsys):
         (folder / "config.json").write_text(files.get("config") or config)
         return folder
 
-    assert "a policy of type 'pi0', expected one of act, " in said(changed(config=config.replace('"act"', '"pi0"')), 1)
-    message = said(changed(config=config.replace("images.overhead", "images.top")))
+    assert "a policy of type 'pi0', expected one of act, " in said(changed(config=config.replace('"act"', '"pi0"')))
+    message = said(changed(config=config.replace("images.overhead", "images.top")), 2)
     assert "the policy needs {'top': (3, 32, 32)}; the suite has {'overhead': (3, 32, 32)" in message
     assert "its weights do not fit. " in said(changed(config=config.replace('"dim_model": 32', '"dim_model": 64')))
     if not torch.cuda.is_available():
@@ -655,8 +632,8 @@ def test_checkpoints_that_cannot_be_used_are_named(runs, tmp_path, capsys):
 class Same:
     """Rows of one environment in this process, as `play` wants them; keeps what was asked for."""
 
-    def __init__(self, size: int, looks: Any):
-        self.count, self.row = 1, Row(make("Cable", size=size, limit=14, looks=looks))
+    def __init__(self, size: int, renders: Any):
+        self.count, self.row = 1, Row(make("Cable", size=size, limit=14, renders=renders))
         self.actions: list[np.ndarray] = []
         self.drawn = 0
         draw = self.row.env.world.render
@@ -679,33 +656,61 @@ class Same:
         ("trace_diffusion", [0, 4, 5, 6, 8, 11, 12], 5),
     ],
 )
-def test_pictures_nobody_looks_at_need_not_be_drawn(runs, kind, drawn, matters):
+def test_only_pictures_that_are_encoded_are_rendered(runs, kind, drawn, matters, tmp_path):
+    folder = shutil.copytree(command.find(runs(kind))[0], tmp_path / "slow")
+    config = json.loads((folder / "config.json").read_text())
+    config = config | {"n_action_steps": 6, "memory": config["memory"] | {"period": 4}}
+    (folder / "config.json").write_text(json.dumps(config))
+
     def acts(choose):
-        pilot = loaded(runs(kind))
-        config = pilot.policy.config
-        config.n_action_steps = 6
-        config.memory.update_every = 4
-        rows = Same(command.eyes(config, None)[0], choose(config))
-        for _ in play(rows, pilot, [Begin(0), Begin(1)], Meter()):
+        runner = command.runner(folder, "cpu", 0)
+        config = runner.policy.config
+        rows = Same(command.pictures(config)[0], choose(config))
+        for _ in play(rows, runner, [Begin(0), Begin(1)], Meter()):
             pass
         rows.row.env.close()
         return np.array(rows.actions), rows.drawn / len(config.image_features)
 
     def but(step):
-        return lambda config: lambda now: now != step and command.looking(config)(now)
+        return lambda config: lambda now: now != step and command.rendered(config)(now)
 
     all_of_them, every = acts(lambda _: None)
-    some, fewer = acts(command.looking)
+    some, fewer = acts(command.rendered)
     np.testing.assert_array_equal(some, all_of_them)
     assert (every, fewer) == (2 * 15, 2 * len(drawn))
-    assert not np.array_equal(acts(but(matters))[0], all_of_them)  # what the policy does look at
+    assert not np.array_equal(acts(but(matters))[0], all_of_them)  # what the policy does encode
 
 
 @pytest.mark.parametrize("kind", ["ensemble", "act", "diffusion"])
-def test_others_may_look_at_any_picture(runs, kind):
-    assert command.looking(loaded(runs(kind)).policy.config) is None
+def test_all_pictures_are_rendered_for_the_others(runs, kind):
+    assert command.rendered(loaded(runs(kind)).policy.config) is None
 
 
 def test_an_episode_begins_with_a_picture():
-    with pytest.raises(OptionError, match="looks: got False for step 0"):
-        make("Cable", looks=lambda step: step > 0)
+    with pytest.raises(UsageError, match="renders: got False for step 0"):
+        make("Cable", renders=lambda step: step > 0)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["eval", "/nowhere"],
+        ["eval", "{bare}"],
+        ["eval", "/nowhere", "--episodes", "0"],
+        ["attach", "/nowhere", "--out", "x"],
+        ["profile", "--steps", "3"],
+    ],
+)
+def test_what_makes_no_sense_is_refused_before_anything_heavy_is_imported(words, tmp_path):
+    for name in command.FILES:
+        (tmp_path / name).write_text("{}")
+    script = f"""
+import sys
+from trace_lab.cli import main
+code = main({[word.format(bare=tmp_path) for word in words]!r})
+print(code, [name for name in ("torch", "lerobot", "mujoco", "av", "datasets", "matplotlib") if name in sys.modules])
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    code, heavy = done.stdout.strip().split("\n")[-1].split(" ", 1)
+    assert (int(code) > 0, heavy) == (True, "[]"), done.stdout + done.stderr
+    assert f"tracemem {words[0]}: " in done.stderr

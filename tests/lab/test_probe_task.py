@@ -1,4 +1,4 @@
-"""The honesty probe finds a cue that is there, none that is not, and says so in its exit code."""
+"""The leak probe finds a cue that is there, none that is not, and says so in its exit code."""
 
 import json
 
@@ -30,7 +30,7 @@ def test_classifier_finds_nothing_in_nothing():
 
 
 @pytest.mark.parametrize(
-    ("moment", "right", "expected", "honest"),
+    ("moment", "right", "expected", "leak_free"),
     [
         ("cue", 95, False, True),
         ("cue", 94, False, False),
@@ -40,9 +40,9 @@ def test_classifier_finds_nothing_in_nothing():
         ("branch 1", 80, True, True),
     ],
 )
-def test_what_counts_as_honest(moment, right, expected, honest):
+def test_what_counts_as_leak_free(moment, right, expected, leak_free):
     reading = judge(moment, right, 100, 0.5, expected=expected)
-    assert reading.honest is honest
+    assert reading.leak_free is leak_free
     assert reading.low < right / 100 < reading.high
 
 
@@ -54,7 +54,7 @@ def test_a_leak_is_found_and_fails(monkeypatch, capsys):
     assert report["task"] == "Cable"
     assert report["expert"] == 1.0
     assert report["same"] is False
-    assert report["twin_pixels"][0] > report["floor"] > 0
+    assert report["pair_pixels"][0] > report["floor"] > 0
     assert [reading["moment"] for reading in report["readings"]] == ["cue", "branch 1"]
 
 

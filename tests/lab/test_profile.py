@@ -10,9 +10,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from trace_lab import stopwatch as module
 from trace_lab.cli import main
-from trace_lab.latency import Observations, long_run, make
-from trace_lab.latency import parts as cut_into_parts
-from trace_lab.stopwatch import Stopwatch, Timing
+from trace_lab.stopwatch import Observations, Stopwatch, Timing, long_run, make
+from trace_lab.stopwatch import parts as cut_into_parts
 
 
 def test_figures_of_one_policy(tmp_path, capsys):
@@ -34,11 +33,12 @@ def test_figures_of_one_policy(tmp_path, capsys):
     assert "118.00" not in printed.err  # the paper's row of a policy that was not asked for
 
 
-def test_the_parts_do_all_of_its_work_and_nothing_twice():
+@pytest.mark.parametrize("memory", ["trace", "paper"])
+def test_the_parts_do_all_of_its_work_and_nothing_twice(memory):
     """Counted in multiplications, which a busy machine does not change; in fused kernels they are not, so none is fused."""
-    control = make("act", "tiny", "trace", 32, "cpu").compile_for_control(fuse=False)
+    session = make("act", "tiny", memory, 32, "cpu").compile_for_control(fuse=False)
     work = {}
-    for name, part in cut_into_parts(control).items():
+    for name, part in cut_into_parts(session).items():
         with torch.no_grad(), FlopCounterMode(display=False) as counter:
             part()
         work[name] = counter.get_total_flops()
@@ -52,21 +52,17 @@ def test_the_parts_do_all_of_its_work_and_nothing_twice():
 def test_steps_with_a_new_chunk_are_told_from_the_others(monkeypatch):
     """The slow steps are those at which the policy was asked for a chunk."""
     policy = make("act", "tiny", "trace", 32, "cpu")
-    control = policy.compile_for_control()
-    acted, number = [], iter(range(-module.WARM_UP, 10_000))
-    real = {name: getattr(control, name) for name in ("act", "watch")}
+    session = policy.compile_for_control()
+    predicted, number = [], iter(range(-module.WARM_UP, 10_000))
+    compute = session.compute
 
-    def spy(name):
-        def call():
-            if name == "act":
-                acted.append(current[0])
-            real[name]()
-
-        return call
+    def spy(batch, turn, *, act, noise):
+        if act:
+            predicted.append(current[0])
+        return compute(batch, turn, act=act, noise=noise)
 
     current = [0]
-    for name in real:
-        monkeypatch.setattr(control, name, spy(name))
+    monkeypatch.setattr(session, "compute", spy)
     select = policy.select_action
 
     def count(batch):
@@ -78,7 +74,7 @@ def test_steps_with_a_new_chunk_are_told_from_the_others(monkeypatch):
         watch = Stopwatch(torch.device("cpu"), 100, 60.0, progress)
         found = long_run(policy, Observations(32, "cpu"), watch, "loop")
     assert found["steps"] == 100
-    begun = [step for step in acted if step >= 0]
+    begun = [step for step in predicted if step >= 0]
     assert begun == list(range(0, 100, 10))
     assert (found["chunk"]["calls"], found["between"]["calls"]) == (10, 90)
     assert found["finite"]
@@ -105,10 +101,9 @@ def test_timings():
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--precision", "int4"], "int4"),
         (["--steps", "5"], "at least 100"),
         (["--sizes", "8"], "at least 32"),
-        (["--device", "cuda"], "PyTorch sees none"),
+        (["--device", "cuda"], "PyTorch finds none here"),
         (["--memory", "gruu"], "gru"),
         (["--precision", "tf32", "--device", "cpu"], "tf32"),
     ],
@@ -117,4 +112,4 @@ def test_bad_input(words, message, capsys):
     if "cuda" in words and torch.cuda.is_available():
         pytest.skip("there is one")
     assert main(["profile", "--preset", "tiny", *words]) == 2
-    assert message in " ".join(capsys.readouterr().out.split())
+    assert message in " ".join(capsys.readouterr().err.split())

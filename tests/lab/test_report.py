@@ -1,4 +1,4 @@
-"""Published tables come from the raw lines and from nothing else: what is typed into a page is replaced or found out."""
+"""Published tables come from the sets and from nothing else: what is typed into a page is replaced or found out."""
 
 import json
 from pathlib import Path
@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from trace_bench.referee import Decision, Outcome, Record
+from trace_lab import results
 from trace_lab.cli import main
 from trace_lab.report import BLOCK
 
@@ -36,63 +37,100 @@ def place(tmp_path) -> Path:
     return tmp_path
 
 
-def add(place: Path, memory: str) -> int:
-    runs = str(place / "runs" / memory)
-    return main(["report", str(place / "results"), "--add", runs, "--to", "signal/seed-0"])
+def report(place: Path, *options: str) -> int:
+    return main(["report", str(place / "results"), *options])
 
 
-def test_a_comparison_is_added_as_far_as_it_is_finished(place, capsys):
-    whole = place / "compare"
-    for memory in ("none", "trace"):
-        run = whole / "signal" / f"act+{memory}" / "seed0"
-        run.parent.mkdir(parents=True)
-        (place / "runs" / memory).rename(run)
-    (whole / "compare.json").write_text("{}")
-    lines = whole / "signal" / "act+none" / "seed0" / "evaluation" / "Signal" / "evaluation.jsonl"
-    lines.write_text("".join(lines.read_text().splitlines(keepends=True)[:7]))
-    assert main(["report", str(place / "results"), "--add", str(whole), "--to", "signal"]) == 0
-    said = " ".join(capsys.readouterr().out.split())
-    assert "act+none/seed0: left out" in said
-    assert "7 episodes of 8; let tracemem eval finish them" in said
-    assert (place / "results/signal/signal/act+trace/seed0/Signal/evaluation.jsonl").exists()
-    assert not (place / "results/signal/signal/act+none").exists()
-    (whole / "signal" / "act+trace" / "seed0" / "evaluation" / "Signal" / "evaluation.jsonl").write_text("")
-    assert main(["report", str(place / "results"), "--add", str(whole), "--to", "other"]) == 1
-    assert "no run of this comparison has played all of its episodes" in capsys.readouterr().err
+def add(place: Path, *names: str, to: str = "signal") -> int:
+    return report(place, "--add", *(str(place / name) for name in names or ("runs",)), "--to", to)
 
 
-def test_runs_are_kept_and_pages_filled(place, capsys):
-    page, results = place / "README.md", place / "results"
-    assert add(place, "none") == 0
-    assert add(place, "trace") == 0
+def test_runs_are_kept_and_pages_filled(place):
+    page, kept = place / "README.md", place / "results/signal.parquet"
+    assert report(place, "--add", str(place / "runs"), "--to", "signal", "--decides", "whether") == 0
     text = page.read_text()
     assert "old words" not in text
     assert text.startswith("# Page\n<!-- tracemem report signal main branches -->\n")
     assert text.endswith("<!-- end of report -->\nAfter.\n")
     assert "| TRACE Regression | **100.0 ± 0.0** | **100.0 ± 0.0** |" in text
     assert "| ACT | Signal | 50.0 | 50.0" in text
-    kept = json.loads((results / "signal/seed-0/trace/Signal/evaluation.json").read_text())
-    assert kept == {"settings": {"episodes": 8}}  # no path of the machine it was made on
-    assert json.loads((results / "signal/seed-0/none/run.json").read_text())["commit"] == "abc"
-    picture = (results / "signal/methods.svg").read_text()
-    assert all(f">{words}<" in picture for words in ("ACT", "TRACE Regression", "Signal"))
+    told = results.manifest(kept)
+    assert (told["decides"], told["commits"], told["rollouts"]) == ("whether", ["abc"], 16)
+    assert "/home/me" not in json.dumps(told)  # no path of the machine it was made on
     before = {path: path.read_bytes() for path in place.rglob("*") if path.is_file() and "runs" not in path.parts}
-    assert main(["report", str(results)]) == 0
+    assert len(before) == 3
+    assert report(place) == 0
     assert before == {path: path.read_bytes() for path in before}  # byte for byte
 
 
+def test_a_comparison_is_kept_as_it_is_and_what_it_lacks_is_told(place, capsys):
+    whole = place / "comparison"
+    whole.mkdir()
+    rollouts = results.read(place / "runs").rollouts
+    results.write(whole / "results.parquet", rollouts, command=["tracemem compare"], unfinished=["Cable: act, seed 1"])
+    assert report(place, "--add", str(whole), "--to", "signal", "--decides", "which") == 0
+    assert "not in it, because not finished: Cable: act, seed 1" in " ".join(capsys.readouterr().out.split())
+    assert (place / "results/signal.parquet").read_bytes() == (whole / "results.parquet").read_bytes()
+    told = results.manifest(place / "results/signal.parquet")
+    assert (told["decides"], told["command"]) == ("which", ["tracemem compare"])
+    assert "| TRACE Regression | **100.0 ± 0.0**" in (place / "README.md").read_text()
+
+
+def test_evaluations_that_are_not_finished_are_left_out(place, capsys):
+    lines = place / "runs/none/evaluation/Signal/evaluation.jsonl"
+    lines.write_text("".join(lines.read_text().splitlines(keepends=True)[:7]))
+    assert add(place) == 0
+    assert "it has 7 episodes of 8; let tracemem eval finish them" in " ".join(capsys.readouterr().out.split())
+    assert {each.method[1] for each in results.read(place / "results/signal.parquet").rollouts} == {"trace"}
+    (place / "runs/trace/evaluation/Signal/evaluation.jsonl").write_text("")
+    assert add(place, to="other") == 1
+    assert "no run there has played all of its episodes" in capsys.readouterr().err
+    assert not (place / "results/other.parquet").exists()
+
+
+def test_a_page_may_want_some_methods_only(place):
+    (place / "README.md").write_text(MARKS.replace("main branches", "main of act+trace"))
+    assert add(place) == 0
+    text = (place / "README.md").read_text()
+    assert "| TRACE Regression |" in text
+    assert "| ACT |" not in text
+    assert "8 rollouts" in text
+
+
+def test_a_set_gets_a_picture_where_a_page_shows_it(place):
+    assert add(place) == 0
+    assert not list(place.rglob("*.svg"))
+    (place / "README.md").write_text(MARKS + "![Progress](results/signal.svg)\n")
+    assert report(place) == 0
+    picture = (place / "results/signal.svg").read_text()
+    assert all(f">{words}<" in picture for words in ("ACT", "TRACE Regression", "Signal", "chance"))
+    assert report(place) == 0
+    assert (place / "results/signal.svg").read_text() == picture
+
+
+def test_all_tables_of_a_set_are_shown_and_nothing_written(place, capsys):
+    assert add(place) == 0
+    (place / "README.md").write_text(MARKS)
+    capsys.readouterr()
+    assert report(place, "--show", "signal") == 0
+    told = capsys.readouterr().out
+    assert "## Branch accuracy (%) with Wilson 95 % intervals" in told
+    assert "| ACT | Signal | 50.0 | 50.0" in told
+    assert (place / "README.md").read_text() == MARKS
+
+
 def test_a_typed_figure_is_found_out(place, capsys):
-    page, results = place / "README.md", place / "results"
-    assert add(place, "none") == 0
-    assert main(["report", str(results), "--check"]) == 0
+    page = place / "README.md"
+    assert add(place) == 0
+    assert report(place, "--check") == 0
     typed = page.read_text().replace("| ACT | Signal | 50.0 | 50.0", "| ACT | Signal | 50.0 | 52.0")
     assert typed != page.read_text()
     page.write_text(typed)
     capsys.readouterr()
-    assert main(["report", str(results), "--check"]) == 1
+    assert report(place, "--check") == 1
     assert "README.md: its tables are not those of" in "".join(capsys.readouterr().out.split("\n"))
     assert page.read_text() == typed  # a check writes nothing
-    assert main(["report", str(results)]) == 0
+    assert report(place) == 0
     assert page.read_text() != typed
 
 
@@ -104,66 +142,50 @@ def test_a_typed_figure_is_found_out(place, capsys):
             "tables mean of signal, expected some of main, leave_one_task_out",
         ),
         (MARKS.replace("<!-- end of report -->", ""), "does not end with <!-- end of report -->"),
-        (MARKS.replace("signal", "laundry"), "laundry: no such folder of results"),
+        (MARKS.replace("signal", "laundry"), "laundry: no such set in"),
+        (MARKS.replace("branches", "of act+gru"), "signal: of: got act+gru, expected some of act+none, act+trace"),
     ],
 )
 def test_what_is_wrong_with_a_page_is_named_and_nothing_is_written(place, page, message, capsys):
-    assert add(place, "none") == 0
+    assert add(place) == 0
     (place / "README.md").write_text(page)
-    assert main(["report", str(place / "results")]) == 1
+    assert report(place) == 1
     assert message in capsys.readouterr().err
     assert (place / "README.md").read_text() == page
 
 
-def test_what_is_not_a_run_is_named(place, capsys):
-    assert main(["report", str(place / "results"), "--add", str(place), "--to", "signal"]) == 1
-    assert "expected run.json and evaluation/TASK/evaluation.jsonl" in capsys.readouterr().err
-    assert main(["report", str(place / "results"), "--add", str(place)]) == 1
-    assert "--add and --to go together" in capsys.readouterr().err
-    assert main(["report", str(place / "results"), "--pages", str(place / "missing.md")]) == 1
-    assert "missing.md" in capsys.readouterr().err
+def test_what_is_wrong_is_named(place, capsys):
+    for options, code, message in (
+        (
+            ["--add", str(place / "results"), "--to", "signal"],
+            1,
+            "a folder without rollouts, expected evaluation.jsonl",
+        ),
+        (
+            ["--add", str(place / "nowhere"), "--to", "signal"],
+            1,
+            "expected a folder of tracemem compare, train or demo",
+        ),
+        (["--add", str(place)], 2, "--add and --to go together"),
+        (["--add", str(place / "runs"), "--to", "a/b"], 2, "--to: got a/b, expected a name without folders"),
+        (["--add", str(place / "runs"), "--to", "signal", "--check"], 2, "--add has no place beside them"),
+        (["--pages", str(place / "missing.md")], 2, "missing.md, expected a file"),
+        (["--show", "nothing"], 1, "nothing: no such set in"),
+    ):
+        assert report(place, *options) == code
+        assert message in " ".join(capsys.readouterr().err.split())
     assert main(["report", str(place / "nowhere")]) == 1
     assert "nowhere: no such folder" in capsys.readouterr().err
+    assert list((place / "results").iterdir()) == []
 
 
-def test_nothing_that_is_kept_is_written_over_and_half_an_evaluation_is_refused(place, capsys):
-    assert add(place, "none") == 0
-    kept = place / "results/signal/seed-0/none/Signal/evaluation.jsonl"
+def test_nothing_that_is_kept_is_written_over(place, capsys):
+    assert add(place) == 0
+    kept = place / "results/signal.parquet"
     before = kept.read_bytes()
-    assert add(place, "none") == 1
+    assert add(place, "runs/none") == 1
     assert "is there already" in capsys.readouterr().err
-    source = place / "runs/trace/evaluation/Signal/evaluation.jsonl"
-    source.write_text("".join(line + "\n" for line in source.read_text().splitlines()[:5]))
-    assert add(place, "trace") == 1
-    assert "5 episodes of 8; let tracemem eval finish them" in capsys.readouterr().err
-    assert not (place / "results/signal/seed-0/trace").exists()
-    (place / "more/none").mkdir(parents=True)
-    two = [str(place / "runs/none"), str(place / "more/none")]
-    assert main(["report", str(place / "results"), "--add", *two, "--to", "signal/seed-1"]) == 1
-    assert "have the same name" in capsys.readouterr().err
-    assert main(["report", str(place / "results"), "--add", two[0], "--to", "signal/seed-1", "--check"]) == 1
     assert kept.read_bytes() == before
-
-
-def test_a_typed_figure_in_a_sets_own_tables_is_found_out(place):
-    assert add(place, "trace") == 0
-    page = place / "results/signal/tables.md"
-    page.write_text(page.read_text().replace("100.0", "99.0"))
-    assert main(["report", str(place / "results"), "--check"]) == 1
-
-
-def test_earlier_sets_have_tables_too_and_no_pictures(place):
-    assert add(place, "trace") == 0
-    (place / "results/earlier").mkdir()
-    (place / "results/signal").rename(place / "results/earlier/signal")
-    (place / "results/earlier/signal/methods.svg").unlink()
-    (place / "results/earlier/signal/tables.md").write_text("typed")
-    (place / "README.md").write_text(MARKS.replace("report signal", "report earlier/signal"))
-    assert main(["report", str(place / "results"), "--check"]) == 1
-    assert main(["report", str(place / "results")]) == 0
-    assert "| TRACE Regression | **100.0 ± 0.0**" in (place / "README.md").read_text()
-    assert "| TRACE Regression | **100.0 ± 0.0**" in (place / "results/earlier/signal/tables.md").read_text()
-    assert not list((place / "results").rglob("*.svg"))
 
 
 def test_this_projects_tables_are_those_of_its_results():

@@ -1,4 +1,4 @@
-"""Numbers against hand-made ones, the paper's own tables and analytic errors; lines that are torn, wrong or missing."""
+"""Numbers against hand-made ones, the paper's own tables and analytic errors; cells that are missing; layout."""
 
 import json
 import math
@@ -11,11 +11,12 @@ import numpy as np
 import pytest
 
 from trace_bench.referee import Decision, Outcome, Record
-from trace_bench.registry import TASKS
-from trace_lab import lines, stats, tables
-from trace_lab.lines import LineError, Reading, Rollout
+from trace_bench.tasks import TASKS
+from trace_lab import results, stats, tables
+from trace_lab.results import Reading, Rollout
 from trace_lab.stats import Estimate
 from trace_lab.tables import DASH
+from trace_memory.registry import METHODS
 
 ACT, DIFFUSION = ("act", "none"), ("diffusion", "none")
 TRACE, TRACE_DIFFUSION, RETRIEVAL = ("act", "trace"), ("diffusion", "trace"), ("act", "retrieval")
@@ -52,150 +53,10 @@ def papers() -> list[Rollout]:
     return made
 
 
-def row(**changes) -> dict:
-    record = Record("Tool", 3, "heldout", 1, 60, {"a": 5, "b": None}, [Decision("first", 1, 40, 50, 1)], cue_gone=9)
-    return record.to_dict() | {"policy": "act", "memory": "trace", "training_seed": 0} | changes
-
-
-def write(path, *rows, end=""):
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(each) + "\n" for each in rows) + end)
-    return path
-
-
 def table_of(rollouts, key, **named) -> dict[str, dict]:
     return {
-        each["Method"]: each for each in tables.to_json(stats.report(Reading(tuple(rollouts)), **named))[key]["rows"]
+        each["Method"]: each for each in tables.to_json(tables.report(Reading(tuple(rollouts)), **named))[key]["rows"]
     }
-
-
-# -- reading --------------------------------------------------------------------------------------------------------
-
-
-def test_a_line_is_the_record_that_was_written(tmp_path):
-    file = write(tmp_path / "evaluation.jsonl", row(checkpoint_step=200))
-    reading = lines.read(file)
-    assert reading.notes == ()
-    (found,) = reading.rollouts
-    assert found.method == TRACE
-    assert found.training_seed == 0
-    assert found.record.to_dict().items() <= row().items()
-    assert found.record.outcome is Outcome.OTHER
-
-
-def test_folders_are_searched_and_no_file_counts_twice(tmp_path):
-    for seed in range(3):
-        write(tmp_path / f"runs/{seed}/deep/evaluation.jsonl", row(training_seed=seed))
-    write(tmp_path / "runs/other.jsonl", row(training_seed=9))
-    reading = lines.read(tmp_path, tmp_path / "runs/1", tmp_path / "runs/1/deep/evaluation.jsonl")
-    assert [each.training_seed for each in reading.rollouts] == [0, 1, 2]
-
-
-@pytest.mark.parametrize(
-    "lines_in", ["Tool", "evaluation/Tool"]
-)  # as results keep them, and as tracemem eval writes them
-def test_rollouts_know_the_encoder_with_which_their_training_began(tmp_path, lines_in):
-    write(tmp_path / "run" / lines_in / "evaluation.jsonl", row())
-    (none,) = lines.read(tmp_path).rollouts
-    (tmp_path / "run/run.json").write_text(json.dumps({"asked": {"encoder": {"weights": "abc"}}}))
-    (one,) = lines.read(tmp_path).rollouts
-    (tmp_path / "run/run.json").write_text(json.dumps({"asked": {"encoder": None}}))
-    (own,) = lines.read(tmp_path).rollouts
-    assert (none.encoder, one.encoder, own.encoder) == ("", "abc", "")
-    for wrong in ('{"asked": {"enc', '["asked"]', '{"asked": {"encoder": {}}}'):
-        (tmp_path / "run/run.json").write_text(wrong)
-        with pytest.raises(LineError, match=r"run.json: got .*, expected what tracemem train writes"):
-            lines.read(tmp_path)
-
-
-def test_nothing_found_is_an_error(tmp_path):
-    with pytest.raises(LineError, match=r"folder without rollouts, expected evaluation.jsonl"):
-        lines.read(tmp_path)
-    with pytest.raises(FileNotFoundError, match="absent"):
-        lines.read(tmp_path / "absent.jsonl")
-    with pytest.raises(ValueError, match="expected some"):
-        stats.report(lines.read(write(tmp_path / "evaluation.jsonl")))
-
-
-@pytest.mark.parametrize("end", ['{"task": "To', '{"task": "Tool", "seed": 3}'[:-1], "\x00\x00\x00"])
-def test_torn_last_line_is_left_out_with_a_note(tmp_path, end):
-    file = write(tmp_path / "evaluation.jsonl", row(), row(seed=4), end=end)
-    reading = lines.read(file)
-    assert len(reading.rollouts) == 2
-    (note,) = reading.notes
-    assert note.startswith(f"{file}:3: torn last line left out ({len(end)} bytes)")
-    assert note in tables.markdown(stats.report(reading))
-    assert note in tables.to_json(stats.report(reading))["main"]["notes"]
-
-
-def test_whole_last_line_without_newline_counts(tmp_path):
-    file = write(tmp_path / "evaluation.jsonl", row(), end=json.dumps(row(seed=4)))
-    assert len(lines.read(file).rollouts) == 2
-    assert lines.read(file).notes == ()
-
-
-def test_torn_line_in_the_middle_is_an_error(tmp_path):
-    file = write(tmp_path / "evaluation.jsonl", row(), end='{"task": "To\n' + json.dumps(row(seed=4)) + "\n")
-    with pytest.raises(LineError, match=r"evaluation.jsonl:2: got .*task.*, expected one JSON object a line"):
-        lines.read(file)
-
-
-DECISION = row()["decisions"][0]
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"task": "Tol"}, r"task: got 'Tol', expected one of Tool, Book, Laundry, Cable, Medicine"),
-        ({"policy": "pi0"}, r"policy: got 'pi0', expected one of act, diffusion"),
-        ({"memory": ["trace"]}, r"memory: got \['trace'\], expected one of none, trace, gru, .*no-auxiliary"),
-        ({"training_seed": True}, r"training_seed: got True, expected an integer from 0"),
-        ({"seed": -1}, r"seed: got -1, expected an integer from 0"),
-        ({"steps": 1.5}, r"steps: got 1.5, expected an integer from 0"),
-        ({"split": None}, r"split: got None, expected a name"),
-        ({"cue_gone": "9"}, r"cue_gone: got '9', expected an integer from 0, or null"),
-        ({"stages": {}}, r"stages: got {}, expected a step or null by stage"),
-        ({"stages": {"a": "5"}}, r"stages: got .*'5'.*, expected a step or null by stage"),
-        ({"progress": 0.75}, r"progress: got 0.75, expected 0.5, the share of stages done"),
-        ({"progress": math.nan}, r"progress: got nan, expected a number from 0 to 1"),
-        ({"progress": 50}, r"progress: got 50, expected a number from 0 to 1"),
-        ({"outcome": "won"}, r"outcome: got 'won', expected one of success, .*other"),
-        ({"decisions": []}, r"decisions: got \[\], expected a list of at least one"),
-        ({"decisions": [3]}, r"decisions\[0\]: got 3, expected an object with name, answer"),
-        (
-            {"decisions": [DECISION | {"choice": "1"}]},
-            r"decisions\[0\]: choice: got '1', expected an integer from 0, or null",
-        ),
-        (
-            {"decisions": [DECISION, DECISION | {"correct": False}]},
-            r"decisions\[1\]: correct: got False, expected True by",
-        ),
-    ],
-)
-def test_bad_fields_are_named(tmp_path, changes, message):
-    file = write(tmp_path / "evaluation.jsonl", row(seed=0), row(**changes))
-    with pytest.raises(LineError, match=r"evaluation.jsonl:2: " + message):
-        lines.read(file)
-
-
-@pytest.mark.parametrize("name", [*row()])
-def test_missing_fields_are_named(tmp_path, name):
-    line = row()
-    del line[name]
-    with pytest.raises(LineError, match=rf"evaluation.jsonl:1: {name}: got nothing, expected"):
-        lines.read(write(tmp_path / "evaluation.jsonl", line))
-
-
-def test_a_line_that_is_no_object(tmp_path):
-    with pytest.raises(LineError, match=r":1: got \[1\], expected an object with policy, memory"):
-        lines.read(write(tmp_path / "evaluation.jsonl", [1]))
-
-
-def test_the_same_rollout_twice_is_an_error(tmp_path):
-    write(tmp_path / "a/evaluation.jsonl", row())
-    write(tmp_path / "b/evaluation.jsonl", row(training_seed=1), row(cue=0), row(memory="gru"), row(seed=4), row())
-    with pytest.raises(LineError, match=r"b/evaluation.jsonl:5: seed: got the episode of .*a/evaluation.jsonl:1 again"):
-        lines.read(tmp_path)
 
 
 # -- numbers --------------------------------------------------------------------------------------------------------
@@ -278,7 +139,7 @@ def test_equal_rollouts_have_no_error(done):
 def test_one_rollout_has_an_unknown_error():
     rollouts = played(ACT, "Tool", [2])
     assert stats.average(stats.cells(rollouts), ["Tool"]) == Estimate(50.0, None, None, None)
-    text = tables.markdown(stats.report(Reading(tuple(rollouts))))
+    text = tables.markdown(tables.report(Reading(tuple(rollouts))))
     assert f"**50.0 ± {DASH}**" in text
     assert "nan" not in text
 
@@ -321,7 +182,7 @@ def test_branch_accuracy_counts_what_it_says():
     }
     assert stats.chance(each.record for each in rollouts) == 50.0  # the wrong choice 2 is no answer
     assert stats.chance(each.record for each in rollouts[4:5]) is None
-    (made,) = tables.to_json(stats.report(Reading(tuple(rollouts))))["branches"]["rows"]
+    (made,) = tables.to_json(tables.report(Reading(tuple(rollouts))))["branches"]["rows"]
     assert made["Chance"] == 50.0
     assert made["First branch right"]["percent"] == 75.0
     assert stats.branches([rollouts[4].record])["First branch right"] is None
@@ -338,12 +199,12 @@ def test_waits_tell_who_does_not_wait_for_the_lamp():
 
     patient = seen(ACT, [(60, 164), (61, 165), (70, 174), (110, 234)])  # 104 steps after the delay, once 20 later
     hasty = seen(TRACE, [(60, 164), (61, 186), (70, 174), (110, None)])  # once 21 later, once never
-    acts, traces = tables.to_json(stats.report(Reading(tuple(patient + hasty))))["waits"]["rows"]
+    acts, traces = tables.to_json(tables.report(Reading(tuple(patient + hasty))))["waits"]["rows"]
     names = ("Lamp in time, shorter waits", "in time, longest quarter")
     counts = [(each[name]["count"], each[name]["of"]) for each in (acts, traces) for name in names]
     assert counts == [(3, 3), (1, 1), (2, 3), (0, 1)]
     more = [replace(each, record=replace(each.record, task="Tool", stages={"a": 1})) for each in patient]
-    made = tables.to_json(stats.report(Reading(tuple(patient + more))))["waits"]["rows"]
+    made = tables.to_json(tables.report(Reading(tuple(patient + more))))["waits"]["rows"]
     progress = [(each["Task"], each["Progress, shorter waits"], each["longest quarter"]) for each in made]
     assert progress == [("all", 50.0, 50.0), ("Tool", 100.0, 100.0), ("Cable", 0.0, 0.0)]
 
@@ -364,7 +225,7 @@ def test_who_chooses_alike_whatever_the_cue_does_not_know_it():
     names = ("A choice with every cue", "the same whatever the cue", "right with every cue")
     counts = {who: [(each[name]["count"], each[name]["of"]) for name in names] for who, each in found.items()}
     assert counts == {"ACT": [(3, 4), (2, 3), (1, 3)], "TRACE Regression": [(3, 3), (1, 3), (2, 3)]}
-    assert "cues" not in stats.report(Reading(tuple(guesses[::2])))
+    assert "cues" not in tables.report(Reading(tuple(guesses[::2])))
 
 
 def test_failures_are_counted_for_each_task():
@@ -373,7 +234,7 @@ def test_failures_are_counted_for_each_task():
         + played(ACT, "Tool", [1], outcome=Outcome.WRONG, first=9)
         + played(ACT, "Cable", [0, 0], outcome=Outcome.PREBRANCH)
     )
-    made = stats.report(Reading(tuple(rollouts)))
+    made = tables.report(Reading(tuple(rollouts)))
     tool, cable = tables.to_json(made)["failures"]["rows"]
     assert [*tool] == ["Method", "Task", *map(str, Outcome)]
     assert {name: tool[name]["count"] for name in map(str, Outcome) if tool[name]["count"]} == {
@@ -417,7 +278,7 @@ def test_drop_tool_of_the_paper():
     assert found["TRACE Regression"]["Tool mean ± SE"]["mean"] == pytest.approx(54.5)
     named = table_of(rollouts, "tool", reference=ACT)["TRACE Regression"]["Drop-Tool gap vs. ACT"]
     assert named["mean"] == pytest.approx(72.9167 - 24.125, abs=1e-3)
-    with pytest.raises(ValueError, match=r"expected some, and of the reference \('act', 'gru'\)"):
+    with pytest.raises(ValueError, match=r"reference: got \('act', 'gru'\), expected one of"):
         table_of(rollouts, "tool", reference=("act", "gru"))
 
 
@@ -448,7 +309,7 @@ def test_parts_of_trace_are_no_reference():
 
 def test_main_table_as_text():
     rollouts = [each for task in TASKS for each in played(ACT, task, [1, 1]) + played(TRACE, task, [2, 4], first=5)]
-    text = tables.markdown(stats.report(Reading(tuple(rollouts))))
+    text = tables.markdown(tables.report(Reading(tuple(rollouts))))
     head, rule, act, ours = text.split("\n\n")[1].split("\n")
     assert head == "| Method | Tool | Book | Laundry | Cable | Medicine | Average | First branch right |"
     assert rule == "|" + " --- |" * 8
@@ -466,9 +327,10 @@ def test_first_branches_stand_beside_progress_and_every_task_weighs_the_same():
     tool = [played(ACT, "Tool", [1], decisions=[each], first=i) for i, each in enumerate([right, wrong, wrong, other])]
     book = [played(ACT, "Book", [1], decisions=[each], first=i) for i, each in enumerate([right, other])]
     silent = played(TRACE, "Book", [1, 1]) + played(TRACE, "Tool", [1], decisions=[right])
-    main = stats.report(Reading(tuple(sum([*tool, *book], silent))))["main"]
+    main = tables.report(Reading(tuple(sum([*tool, *book], silent))))["main"]
     assert list(main.columns)[-1] == "First branch right (chance: 50.0)"
-    assert {row[0]: row[-1] for row in main.rows} == {
+    firsts = {row[0]: row[-1] and (row[-1].percent, row[-1].count, row[-1].of) for row in main.rows}
+    assert firsts == {
         "ACT": (75.0, 4, 6),  # half of Tool's and all of Book's, not 4 of 6
         "TRACE Regression": None,  # on Book it decides nothing
     }
@@ -479,8 +341,8 @@ def test_leads_of_trace_over_those_with_its_policy():
     rollouts = played(ACT, "Tool", [1, 1, 1, 2]) + played(TRACE, "Tool", [4, 4, 4, 3], first=9)
     rollouts += played(RETRIEVAL, "Tool", [4, 3, 4, 4]) + played(RETRIEVAL, "Tool", [4, 4, 4, 4], training_seed=1)
     rollouts += played(DIFFUSION, "Tool", [1, 2])
-    leads = {row["Method"]: row for row in tables.to_json(stats.report(Reading(tuple(rollouts))))["leads"]["rows"]}
-    more = {method: row["TRACE has more by"] and row["TRACE has more by"]["mean"] for method, row in leads.items()}
+    leads = {row["Method"]: row for row in tables.to_json(tables.report(Reading(tuple(rollouts))))["leads"]["rows"]}
+    more = {method: row["TRACE's lead"] and row["TRACE's lead"]["mean"] for method, row in leads.items()}
     assert more == {
         "ACT": 93.75 - 31.25,
         "Diffusion Policy": None,  # no TRACE with that policy
@@ -489,7 +351,7 @@ def test_leads_of_trace_over_those_with_its_policy():
     }
     assert [leads[method]["Intervals apart"] for method in ("ACT", "ACT + retrieval prompt")] == [True, False]
     assert [leads[method]["Whole trainings"] for method in ("ACT", "ACT + retrieval prompt")] == [1, 2]
-    assert "leads" not in stats.report(Reading(tuple(played(ACT, "Tool", [1, 2]))))
+    assert "leads" not in tables.report(Reading(tuple(played(ACT, "Tool", [1, 2]))))
 
 
 def test_trainings_with_the_same_seed_are_pairs():
@@ -501,7 +363,7 @@ def test_trainings_with_the_same_seed_are_pairs():
         rollouts += played(ACT, "Tool", [other], stages=10, training_seed=seed, decisions=wrong if seed else right)
     rollouts += played(RETRIEVAL, "Tool", [1], stages=10) + played(DIFFUSION, "Tool", [1], stages=10)
     rollouts += [replace(x, encoder="another") for s in (0, 2) for x in played(GRU, "Tool", [1], training_seed=s)]
-    pairs = stats.report(Reading(tuple(rollouts)))["pairs"]
+    pairs = tables.report(Reading(tuple(rollouts)))["pairs"]
     ((name, (progress, count), (firsts, _)),) = (
         pairs.rows
     )  # one pair is none; no TRACE with that policy; other encoders
@@ -515,9 +377,9 @@ def test_trainings_with_the_same_seed_are_pairs():
 def test_pairs_need_every_task_and_a_decision():
     rollouts = [each for task in ("Tool", "Book") for s in (0, 1) for each in played(TRACE, task, [4], training_seed=s)]
     rollouts += [each for s in (0, 1) for each in played(ACT, "Tool", [2], training_seed=s)]
-    assert "pairs" not in stats.report(Reading(tuple(rollouts)))  # ACT has not played Book
+    assert "pairs" not in tables.report(Reading(tuple(rollouts)))  # ACT has not played Book
     rollouts += [each for s in (0, 1) for each in played(ACT, "Book", [1 + s], training_seed=s)]
-    ((_, (progress, count), firsts),) = stats.report(Reading(tuple(rollouts)))["pairs"].rows
+    ((_, (progress, count), firsts),) = tables.report(Reading(tuple(rollouts)))["pairs"].rows
     assert (progress.mean, count, firsts) == (pytest.approx(100 - (37.5 + 50) / 2), 2, None)  # nobody has decided
 
 
@@ -525,7 +387,7 @@ def test_leads_over_trainings_are_welchs():
     """By hand: 90, 80 and 70 less 50 and 40 have 35 ± t * sqrt(100 / 3 + 50 / 2), Welch's t for 2.88 degrees."""
     rollouts = [x for s, n in enumerate((9, 8, 7)) for x in played(TRACE, "Tool", [n], stages=10, training_seed=s)]
     rollouts += [x for s, n in enumerate((5, 4)) for x in played(ACT, "Tool", [n], stages=10, training_seed=s + 5)]
-    leads = {row[0]: row[-1] for row in stats.report(Reading(tuple(rollouts)))["leads"].rows}
+    leads = {row[0]: row[-1] for row in tables.report(Reading(tuple(rollouts)))["leads"].rows}
     error = (100 / 3 + 50 / 2) ** 0.5
     degrees = error**4 / ((100 / 3) ** 2 / 2 + (50 / 2) ** 2 / 1)
     half = 3.25718 * error
@@ -544,13 +406,13 @@ def test_where_nothing_differs_there_is_no_interval():
 
 def test_caption_shows_unequal_numbers():
     rollouts = played(ACT, "Tool", [1, 2]) + played(ACT, "Tool", [1], training_seed=1) + played(TRACE, "Tool", [1, 2])
-    text = tables.markdown(stats.report(Reading(tuple(rollouts))))
+    text = tables.markdown(tables.report(Reading(tuple(rollouts))))
     assert "5 rollouts: 1 to 2 a method, task and training seed. Training seeds a method: 1 to 2." in text
 
 
 def test_missing_cells_are_dashes_and_never_averaged():
     lacking = [each for each in papers() if (each.method, each.record.task) != (TRACE, "Book")]
-    made = stats.report(Reading(tuple(lacking)))
+    made = tables.report(Reading(tuple(lacking)))
     main, left = (
         {row["Method"]: row for row in tables.to_json(made)[key]["rows"]} for key in ("main", "leave_one_task_out")
     )
@@ -574,7 +436,7 @@ def test_missing_seeds_and_tasks_are_said():
     rollouts = (
         played(ACT, "Book", [1, 2]) + played(ACT, "Cable", [1, 2]) + played(ACT, "Cable", [3, 4], training_seed=2)
     )
-    made = stats.report(Reading(tuple(rollouts)))
+    made = tables.report(Reading(tuple(rollouts)))
     text = tables.markdown(made)
     assert "Averages are over 2 of the suite's 5 tasks; no rollouts of Tool, Laundry, Medicine." in text
     assert "ACT: no rollouts of Book with training seed 2." in text
@@ -584,34 +446,63 @@ def test_missing_seeds_and_tasks_are_said():
 
 
 def test_one_task_alone():
-    made = tables.to_json(stats.report(Reading(tuple(played(ACT, "Tool", [1, 2])))))
+    made = tables.to_json(tables.report(Reading(tuple(played(ACT, "Tool", [1, 2])))))
     assert made["leave_one_task_out"]["rows"][0]["Drop Tool"] is None
     assert made["tool"]["rows"][0]["Drop-Tool average"] is None
     assert made["tool"]["rows"][0]["Tool mean ± SE"]["mean"] == 37.5
 
 
 def test_every_memory_has_a_name_and_rows_keep_their_order():
-    from trace_memory.config import MEMORIES
-
-    assert set(lines.NAMES) == {(policy, memory) for policy in ("act", "diffusion") for memory in MEMORIES}
-    rollouts = [each for method in reversed(lines.NAMES) for each in played(method, "Cable", [1, 1])]
+    every = results.methods()
+    assert set(every) == {(policy, memory) for policy in ("act", "diffusion") for memory in METHODS}
+    assert len({results.label(method) for method in every}) == len(every) == 2 * len(METHODS)
+    rollouts = [each for method in reversed(every) for each in played(method, "Cable", [1, 1])]
     names = [*table_of(rollouts, "main")]
-    assert names[:6] == [
+    assert names == [results.label(method) for method in every]
+    assert names[:7] == [
         "ACT",
         "Diffusion Policy",
         "TRACE Regression",
         "TRACE Diffusion",
+        "ACT + TRACE, paper's form",
         "ACT + GRU",
         "ACT + transformer context",
     ]
-    assert names[13:15] == ["ACT + no auxiliary losses", "Diffusion + GRU"]
-    assert len(names) == 24
+    assert names[14:16] == ["ACT + no auxiliary losses", "Diffusion + TRACE, paper's form"]
+
+
+def test_an_average_of_shares_has_an_interval_also_where_all_are_whole():
+    """By hand for two tasks (MOVER): half of the root of the summed squares of the distances to Wilson's ends."""
+    full, half = stats.share([True] * 10), stats.share([True] * 5 + [False] * 5)
+    both, whole = stats.balanced([full, half]), stats.balanced([full, full])
+    assert (both.percent, both.count, both.of) == (75.0, 15, 20)
+    assert both.low == pytest.approx(75 - math.hypot(100 - full.low, 50 - half.low) / 2)
+    assert both.high == pytest.approx(75 + math.hypot(full.high - 100, half.high - 50) / 2)
+    assert (whole.percent, whole.high) == (100.0, 100.0)
+    assert whole.low == pytest.approx(100 - (100 - full.low) / math.sqrt(2))
+    assert stats.balanced([half]) == half
+
+
+def test_the_figure_shows_chance_intervals_and_the_memories_colours(tmp_path):
+    right, wrong = [Decision("a", 1, 40, 50, 1)], [Decision("a", 0, 40, 50, 1)]
+    rollouts = played(TRACE, "Tool", [4, 3], decisions=right) + played(DIFFUSION, "Tool", [1, 2], decisions=wrong)
+    tables.draw(Reading(tuple(rollouts)), tmp_path / "a.svg")
+    tables.draw(Reading(tuple(rollouts[::-1])), tmp_path / "b.svg")
+    picture = (tmp_path / "a.svg").read_text()
+    assert picture == (tmp_path / "b.svg").read_text()
+    for words in ("chance", "TRACE Regression", "Diffusion Policy", "Tool", "first branch right, % with 95 % interval"):
+        assert f">{words}<" in picture
+    assert "A colour is a memory, the same in all figures. Hatched: Diffusion Policy." in picture
+    assert all(METHODS[memory].colour in picture for memory in ("trace", "none"))
+    one = tables.draw(Reading(tuple(rollouts[:2])), tmp_path / "c.svg")  # one answer: nobody knows what a guess gets
+    assert one is None
+    assert ">chance<" not in (tmp_path / "c.svg").read_text()
 
 
 def test_the_same_lines_give_the_same_bytes():
     """In any order, and in another process."""
     rollouts = papers()
-    first, again = (stats.report(Reading(tuple(each))) for each in (rollouts, rollouts[::-1]))
+    first, again = (tables.report(Reading(tuple(each))) for each in (rollouts, rollouts[::-1]))
     assert tables.markdown(first) == tables.markdown(again)
     assert json.dumps(tables.to_json(first)) == json.dumps(tables.to_json(again))
     code = "import numpy as np; from trace_lab.stats import estimate; print(estimate([(1.0, np.arange(9.0))]))"
@@ -620,16 +511,17 @@ def test_the_same_lines_give_the_same_bytes():
 
 
 def test_no_learning_library_is_imported():
-    code = "import sys, trace_lab.stats; sys.exit(any(name in sys.modules for name in ('torch', 'lerobot', 'scipy.stats')))"
+    code = "import sys, trace_lab.tables, trace_lab.report; heavy = {'torch', 'lerobot', 'scipy.stats', 'matplotlib'}; "
+    code += "sys.exit(bool(heavy & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 def test_signal_is_told_of_but_not_averaged_with_the_suite():
     mixed = played(ACT, "Tool", [4, 4]) + played(ACT, "Signal", [0, 0], first=5)
-    made = stats.report(Reading(tuple(mixed), ()))
+    made = tables.report(Reading(tuple(mixed), ()))
     (line,) = made["main"].rows
     assert list(made["main"].columns)[1:3] == ["Tool", "Average"]
     assert line[2].mean == 100
     assert [row[1] for row in made["failures"].rows] == ["Tool", "Signal"]
-    (alone,) = stats.report(Reading(tuple(mixed[2:]), ()))["main"].rows
+    (alone,) = tables.report(Reading(tuple(mixed[2:]), ()))["main"].rows
     assert alone[2].mean == 0

@@ -12,7 +12,7 @@ from lerobot.envs.factory import make_env
 from lerobot.envs.utils import NEW_ROLLOUT_OPTION, close_envs, env_to_policy_features
 from lerobot.utils.import_utils import register_third_party_plugins
 
-from trace_bench.registry import TASKS
+from trace_bench.tasks import TASKS
 
 
 def config(**options):
@@ -176,3 +176,65 @@ def test_the_stock_command_evaluates_a_stock_policy(checkpoint, tmp_path):
     assert list(results["per_group"]) == ["Cable"]
     assert 0.0 <= results["overall"]["avg_sum_reward"] <= 1.0
     assert results["overall"]["pc_success"] == 0.0
+
+
+BLOCKED = """
+import sys
+for name in ("mujoco", "mink", "ray"):
+    sys.modules[name] = None  # importing it fails, as where it is not installed
+"""
+
+
+def without_simulator(code):
+    return subprocess.run([sys.executable, "-c", BLOCKED + code], capture_output=True, text=True, check=False)
+
+
+def test_the_policies_need_no_simulator():
+    """On a robot there is none: the plug-in is imported by LeRobot, a policy is made and takes a step."""
+    done = without_simulator("""
+import torch
+from lerobot.configs import FeatureType, PolicyFeature
+from lerobot.utils.import_utils import register_third_party_plugins
+register_third_party_plugins()
+from lerobot.policies.factory import get_policy_class
+import lerobot_policy_trace as plugin
+from lerobot_policy_trace.processor_trace import RAW_STATE
+
+config = plugin.TraceActConfig(
+    input_features={
+        "observation.state": PolicyFeature(FeatureType.STATE, (3,)),
+        "observation.images.front": PolicyFeature(FeatureType.VISUAL, (3, 32, 32)),
+    },
+    output_features={"action": PolicyFeature(FeatureType.ACTION, (3,))},
+    chunk_size=4, n_action_steps=4, dim_model=16, n_heads=2, dim_feedforward=16, n_encoder_layers=1,
+    n_vae_encoder_layers=1, latent_dim=4, pretrained_backbone_weights=None, device="cpu",
+)
+policy = get_policy_class("trace_act")(config).eval()
+batch = {"observation.state": torch.zeros(1, 3), "observation.images.front": torch.zeros(1, 3, 32, 32)}
+batch[RAW_STATE] = batch["observation.state"]
+print(tuple(policy.select_action(batch).shape))
+loaded = sorted(name for name in ("mujoco", "mink", "ray", "trace_bench") if sys.modules.get(name))
+sys.exit(str(loaded) if loaded else 0)
+""")
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "(1, 3)" in done.stdout
+
+
+def test_asking_for_the_suite_without_a_simulator_says_what_to_install():
+    done = without_simulator("""
+from draccus.utils import DecodingError
+from trace_errors import UsageError
+from lerobot_policy_trace.env import TraceBenchEnv
+from lerobot_policy_trace.robot import TraceBenchRobot, TraceBenchRobotConfig
+for make, error in ((TraceBenchEnv, DecodingError), (lambda: TraceBenchRobot(TraceBenchRobotConfig()), UsageError)):
+    try:
+        make()
+    except error as found:
+        print(found)
+""")
+    assert done.returncode == 0, done.stderr[-3000:]
+    line = (
+        "trace_bench, the simulated suite, needs mujoco, which is not installed; "
+        "pip install 'lerobot_policy_trace[sim]'"
+    )
+    assert [line, line] == done.stdout.strip().splitlines()
