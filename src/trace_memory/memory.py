@@ -5,7 +5,7 @@ trace.py, its ablations in ablations.py, other memories in baselines.py, files o
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import NamedTuple, Self
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -155,7 +155,7 @@ class Memory(nn.Module, ABC):
         self.register_buffer("_like", torch.zeros(()), persistent=False)  # the memory's device and dtype
 
     @classmethod
-    def from_config(cls, config: MemoryConfig) -> Self:
+    def from_config(cls, config: MemoryConfig) -> "Memory":
         """The memory with the widths of a configuration."""
         return cls(content=config.content, channels=config.channels, width=config.width)
 
