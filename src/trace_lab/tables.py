@@ -114,6 +114,15 @@ def _main(study: Study) -> Table:
     return _beside(table, f"{FIRST}{by_chance}", BALANCED, [study.firsts(method) for method in study.methods])
 
 
+def _readme(study: Study) -> Table:
+    """Averages only: for a page that is read in minutes."""
+    table = _averages("Average stage progress (%) ± SE", study, {"Average progress": study.tasks}, _score)
+    by_chance = "" if study.guess is None else f" (chance: {study.guess:.1f})"
+    table = _beside(table, f"{FIRST}{by_chance}", BALANCED, [study.firsts(method) for method in study.methods])
+    trained = [len({seed for seeds in own.values() for seed in seeds}) for own in study.methods.values()]
+    return _beside(table, "Trainings", str, trained)
+
+
 def _leave_one_out(study: Study) -> Table:
     over = {"All tasks": study.tasks}
     over |= {f"Drop {task}": [other for other in study.tasks if other != task] for task in study.tasks}
@@ -243,6 +252,7 @@ def report(reading: Reading, reference: Method | None = None) -> dict[str, Table
             for key, table in {"leads": _leads(study), "pairs": _pairs(study), "cues": _cues(study)}.items()
             if table
         },
+        "readme": _readme(study),
     }
     notes = (*_missing(study.methods, study.tasks), *reading.notes)
     tables["main"] = replace(tables["main"], notes=(*notes, *tables["main"].notes))
