@@ -368,9 +368,12 @@ def evaluate(
     asked = Episodes(bench.name, split, profile, delay, limit, cue, first_seed, episodes, size, cameras)
     env = replace(asked, cameras=()).make()
     settings = Settings(Trained.of(folder, config, notes.get("seed")), replace(asked, delay=env.delay, limit=env.limit))
-    count, processes = (None if each == "auto" else each for each in (rows, workers))
+
+    def number(count: int | Literal["auto"]) -> int | None:
+        return None if count == "auto" else count
+
     try:
-        settings, found = finish(settings, config, place, count, processes, videos, console)
+        settings, found = finish(settings, config, place, number(rows), number(workers), videos, console)
     except KeyboardInterrupt:
         print(f"tracemem eval: stopped. {_finished(place)}", file=sys.stderr)  # noqa: T201
         return 130

@@ -57,8 +57,8 @@ def frames(video: Path) -> tuple[list[Any], float]:
     import av
 
     with av.open(str(video)) as file:
-        rate = file.streams.video[0].average_rate
-        return [frame.to_image() for frame in file.decode(video=0)], float(rate or 10)
+        rate, pictures = file.streams.video[0].average_rate, [frame.to_image() for frame in file.decode(video=0)]
+    return pictures, float(rate or 10)
 
 
 def side_by_side(shown: Sequence[Take], out: Path) -> Path:

@@ -91,11 +91,11 @@ class Readout(NamedTuple):
 
     def at(self, t: int) -> "Readout":
         """The readout of one time of a scan."""
-        return self._each(lambda x: x[:, t])
+        return self.map(lambda x: x[:, t])
 
     def pick(self, row: Int[Tensor, " N"], time: Int[Tensor, " N"]) -> "Readout":
         """The readouts of a scan at chosen rows and times."""
-        return self._each(lambda x: x[row, time])
+        return self.map(lambda x: x[row, time])
 
     def either(self, rows: Bool[Tensor, " B"], other: "Readout") -> "Readout":
         """Row by row this readout or the other."""
@@ -109,7 +109,8 @@ class Readout(NamedTuple):
             routing = Routing(*(mix(a, b) for a, b in zip(self.routing, other.routing, strict=True)))
         return Readout(slots, z, g, dg, alpha, routing)
 
-    def _each(self, of: Callable[[Tensor], Tensor]) -> "Readout":
+    def map(self, of: Callable[[Tensor], Tensor]) -> "Readout":
+        """The readout with something done to each of its tensors."""
         slots, z, g, dg, alpha = (of(x) for x in self[:5])
         return Readout(slots, z, g, dg, alpha, self.routing and Routing(*(of(x) for x in self.routing)))
 

@@ -304,7 +304,7 @@ def test_one_at_a_time(five, runs, tmp_path, capsys):
     out = shutil.copytree(five, tmp_path / "out")
     with command.opened(out):
         assert main(words(runs("trace_act"), out, 6)) == 1
-    assert "another tracemem eval is at work there" in capsys.readouterr().err
+    assert "another tracemem eval is at work in " in capsys.readouterr().err
 
 
 def test_films(five, runs, tmp_path, played):
