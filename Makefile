@@ -4,7 +4,7 @@ export MUJOCO_GL ?= egl
 PROCESSES ?= $(shell echo $$(($$(nproc) * 3 / 2)))  # of tests, which wait for a fifth of their time
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check lint types layers length format lock bundle clean
+.PHONY: help setup demo test check verify lint types layers format lock bundle clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /\1\t/' | expand -t 10
@@ -18,7 +18,10 @@ demo: setup  ## the main job: see a policy with memory choose right where one wi
 test: setup  ## run every test
 	@OMP_NUM_THREADS=1 $(BIN)/pytest -n $(PROCESSES) --dist loadfile --no-loadscope-reorder
 
-check: setup lint types layers length  ## lint, formatting, types, layer rules, file length
+check: setup lint types layers  ## lint, formatting, types, layer rules
+
+verify: setup  ## what takes too long for every change: clean installs, both ends of the version ranges, soak tests
+	@$(BIN)/python tools/verify
 
 lint:
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check .
@@ -29,14 +32,11 @@ types:
 layers:
 	@$(BIN)/lint-imports
 
-length:
-	@$(BIN)/python tools/long_files.py --limit 400 src
-
 format: setup  ## rewrite the code in the project's format
 	@$(BIN)/ruff check --fix . ; $(BIN)/ruff format .
 
 lock: setup  ## renew requirements.lock from pyproject.toml
-	@$(BIN)/uv pip compile pyproject.toml --group dev --no-annotate --no-header --python-version 3.12 --upgrade -q -o requirements.lock
+	@$(BIN)/uv pip compile pyproject.toml --all-extras --group dev --no-annotate --no-header --python-version 3.12 --upgrade -q -o requirements.lock
 
 bundle: setup  ## pack what an air-gapped GPU machine needs into .offline/ (docs/offline-gpu.md)
 	@$(BIN)/python tools/bundle .offline

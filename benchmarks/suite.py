@@ -11,8 +11,8 @@ from multiprocessing import get_context
 import tyro
 
 from trace_bench.env import make
-from trace_bench.registry import TASKS
 from trace_bench.robot import CAMERAS
+from trace_bench.tasks import TASKS
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from trace_errors import TraceError
 
+INSTALL = "pip install 'lerobot_policy_trace[all]'"
 INTERRUPTED, PIPE_CLOSED = 130, 141  # as shells count: 128 and the number of the signal
 
 
@@ -80,6 +81,11 @@ def main(argv: list[str] | None = None) -> int:
     except TraceError as error:
         say(name, str(error))
         return error.exit_code
+    except ModuleNotFoundError as error:  # of an extra that was not installed; of ours, it is a mistake to be seen
+        if (error.name or "").partition(".")[0].startswith(("trace_", "lerobot_policy_trace")):
+            raise
+        say(name, f"needs {error.name}, which is not installed; {INSTALL}")
+        return TraceError.exit_code
     except KeyboardInterrupt as stop:
         say(name, str(stop) or "stopped by Ctrl-C")
         return INTERRUPTED

@@ -112,11 +112,11 @@ def states(meta: Any, paths: "Paths", found: Findings) -> None:
 def keys(paths: "Paths", found: Findings) -> None:
     """How far the standardised path and its signature, which a memory's keys are made of, go."""
     import torch
+
+    from trace_memory import MemoryConfig, TraceMemory
     from trace_memory.trace import FADE
 
-    from trace_memory import MemoryConfig, build
-
-    memory = build(MemoryConfig(channels=paths.states.shape[1], content=8, width=8, hidden=8))
+    memory = TraceMemory.from_config(MemoryConfig(channels=paths.states.shape[1], content=8, width=8, hidden=8))
     normaliser, signature = memory.normaliser, memory.signature
     episodes = paths.episodes()
     normaliser.fit(episodes, signature)

@@ -11,7 +11,7 @@ from trace_lab import cli
 from trace_lab.cli import COMMANDS, main
 
 HEAVY = {"torch", "lerobot", "mujoco", "mink", "datasets", "av", "pandas", "matplotlib", "accelerate", "ray"}
-QUICK = ("collect", "doctor", "gallery", "probe-task")
+QUICK = sorted(COMMANDS.keys() - {"compare", "report", "params"})  # these three need scipy, MuJoCo or torch to be read
 
 
 def loaded_by(code: str) -> subprocess.CompletedProcess:
@@ -89,6 +89,13 @@ def test_an_error_of_ours_is_one_line_and_its_exit_code(error, monkeypatch, caps
     monkeypatch.setattr(cli, "run", fail)
     assert main(["collect"]) == error.exit_code == (2 if error is trace_errors.UsageError else 1)
     assert capsys.readouterr().err == "tracemem collect: size: got 2, expected 8 to 960 pixels\n"
+
+
+def test_a_missing_extra_is_named(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "tyro", None)
+    assert main(["collect"]) == 1
+    said = "needs tyro, which is not installed; pip install 'lerobot_policy_trace[all]'"
+    assert capsys.readouterr().err == f"tracemem collect: {said}\n"
 
 
 @pytest.mark.parametrize("said", ["", "stopped after 3 episodes. To go on: tracemem collect"])

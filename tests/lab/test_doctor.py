@@ -12,11 +12,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from trace_lab.source import describe
 
 from trace_errors import DatasetError
 from trace_lab.cli import main
 from trace_lab.doctor import GRID, alike, counting, examine, explained, moments, refuse_images
+from trace_lab.source import describe
 
 
 def synthetic(*, early: bool, now: bool, count: int = 45, kinds: int = 3, seed: int = 0):

@@ -44,6 +44,9 @@ def test_the_tree_keeps_the_rules(tree):
         ("trace_bench", "import torch"),
         ("trace_memory", "def f():\n    import lerobot_policy_trace"),
         ("lerobot_policy_trace", "import trace_lab"),
+        ("lerobot_policy_trace", "import ray"),
+        ("lerobot_policy_trace", "from trace_bench.env import make"),
+        ("trace_errors", "import trace_memory"),
     ],
 )
 def test_an_illegal_import_fails(tree, package, illegal):
@@ -51,3 +54,13 @@ def test_an_illegal_import_fails(tree, package, illegal):
     run = make_layers(tree)
     assert run.returncode != 0
     assert f"{package}.illegal" in run.stdout
+
+
+@pytest.mark.parametrize("illegal", ["from trace_bench.tasks import load", "from trace_lab.collect import tell"])
+def test_training_that_knows_the_suite_fails(tree, illegal):
+    """Neither itself nor through another module."""
+    sampling = tree / "src/trace_lab/sampling.py"
+    sampling.write_text(sampling.read_text() + f"\n\ndef f():\n    {illegal}\n")
+    run = make_layers(tree)
+    assert run.returncode != 0
+    assert "training knows nothing of the suite BROKEN" in run.stdout
