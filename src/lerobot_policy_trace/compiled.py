@@ -76,9 +76,9 @@ class CompiledSession(Session):
         copied, self.last = frozen(policy, precision)
         head, self.remember = copied.memory_head, None
         if head is not None:
-            self.remember = self._fused(head.memory.advance)
+            self.remember = self.fused(head.memory.advance)
             if fuse:
-                head.register_module("adapter", self._fused(head.adapter))
+                head.register_module("adapter", self.fused(head.adapter))
         super().__init__(copied, rows, late)
         self.dtype = torch.float32
         self._make_buffers()
@@ -86,7 +86,7 @@ class CompiledSession(Session):
             self.programs[see, act] = self._program(see=see, act=act)
         self.reset()
 
-    def _fused(self, call: Any) -> Any:
+    def fused(self, call: Any) -> Any:
         """A function whose small operations are joined into few kernels (torch.compile), if that was asked for."""
         if not self.fuse:
             return call
@@ -138,7 +138,7 @@ class CompiledSession(Session):
         marks = Marks(fresh.bool(), due.bool(), want.bool(), position, taken)
         before = self._unpacked()
         after, predicted = control_step(
-            self.policy, before, self.given, marks, see=see, act=act, encode=self._encode, remember=self.remember
+            self.policy, before, self.given, marks, see=see, act=act, encode=self.encode, remember=self.remember
         )
         chunk, kept = after.chunk, self.kept
         if see and self.remembers:
@@ -165,7 +165,7 @@ class CompiledSession(Session):
         memory = dict(zip(self.names, shaped, strict=False))
         return self._carry._replace(memory=memory, readout=Readout(*shaped[len(self.names) :]))
 
-    def _encode(self, pictures: list[Tensor]) -> list[Tensor]:
+    def encode(self, pictures: list[Tensor]) -> list[Tensor]:
         """Feature maps (R, s, C, h, w); all cameras at once where they share an encoder."""
         shape, count = pictures[0].shape[:2], len(pictures)
         flat = [each.flatten(0, 1) for each in pictures]

@@ -104,7 +104,7 @@ class MemoryHead(nn.Module):
         normaliser = getattr(memory, "normaliser", None)
         if isinstance(normaliser, Normaliser):
             signature: Any = memory.signature
-            moving = "".join(f"-{channel}" for channel in normaliser.velocity_channels.nonzero()[:, 0].tolist())
+            moving = "".join(f"-{channel}" for channel in normaliser.velocities.nonzero()[:, 0].tolist())
             kept = paths.keep(f"{type(signature).__name__}-{signature.depth}-{signature.fade}-{self.period}{moving}-v5")
             # A dataset that cannot be read from or written to here is no reason to stop.
             with contextlib.suppress(OSError, SafetensorError):

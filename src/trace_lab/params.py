@@ -3,7 +3,7 @@
 import json
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Annotated, Literal
+from typing import Annotated, Any
 
 import torch
 import tyro
@@ -13,12 +13,14 @@ from rich.table import Table
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from trace_memory.adapters import DiffusionAdapter, FeatureModulation, RegressionAdapter
-from trace_memory.config import MEMORIES, PRESETS, MemoryConfig, build
+from trace_memory.adapters import ConditionAdapter, FeatureModulation, RegressionAdapter
+from trace_memory.config import MemoryConfig, build
 from trace_memory.memory import Memory
+from trace_memory.registry import METHODS
 
 # Outputs of the maps of the condition in LeRobot's U-Net (scale and shift), two a level: down, in the middle, up.
 UNET = [2 * width for width in (512, 1024, 2048, 2048, 1024, 512) for _ in range(2)]
+FORMS = ("trace", "paper")  # whose maps are counted one by one
 
 
 def count(module: nn.Module) -> int:
@@ -38,27 +40,26 @@ def maps(memory: Memory) -> Iterator[tuple[str, str, int]]:
 
 def adapters(c: MemoryConfig) -> dict[str, dict[str, int]]:
     """Parts of each adapter and their sizes."""
-    regression, diffusion = RegressionAdapter(c.width, c.width), DiffusionAdapter(c.width, c.hidden, UNET)
-    modulation = FeatureModulation(c.width, c.width)
+    regression, condition = RegressionAdapter(c.width, c.width), ConditionAdapter(c.width, c.hidden)
     return {
         "regression": {
             "W_M: slots to tokens": count(regression.W_M),
             "[z, g, dg] to summary": count(regression.summary),
         },
-        "regression, optional": {"feature modulation": count(modulation)},
+        "regression, optional": {"feature modulation": count(FeatureModulation(c.width, c.width))},
         "diffusion": {
-            "[pool, z, g, dg] to a condition": count(diffusion.map),
-            "its columns in the U-Net's maps": count(diffusion.columns),
+            "[pool, z, g, dg] to a condition": count(condition.map),
+            "its columns in the U-Net's blocks": sum(c.width * outputs for outputs in UNET),
         },
     }
 
 
-def memories(c: MemoryConfig) -> dict[str, dict[str, float]]:
+def memories(width: int, hidden: int) -> dict[str, dict[str, float]]:
     """For every memory: learned numbers, bytes of state a row, million multiply-adds a step (matrix products)."""
     table = {}
-    for name in MEMORIES:
-        memory = build(replace(c, name=name)).eval()
-        state, content, point = memory.init(1), torch.zeros(1, c.content), torch.zeros(1, c.channels)
+    for name in METHODS:
+        memory = build(MemoryConfig(name=name, content=2 * width, width=width, hidden=hidden)).eval()
+        state, content, point = memory.init(1), torch.zeros(1, memory.content), torch.zeros(1, memory.channels)
         with torch.no_grad(), FlopCounterMode(display=False) as flops:
             memory.step(state, content, point)
         table[name] = {
@@ -70,42 +71,50 @@ def memories(c: MemoryConfig) -> dict[str, dict[str, float]]:
 
 
 def params(
-    preset: Literal["paper", "default", "tiny"] = "paper",
+    width: int = 512,
+    hidden: int = 512,
     *,
     json_: Annotated[bool, tyro.conf.arg(name="json"), tyro.conf.FlagCreatePairsOff] = False,
 ) -> int:
-    """Counts the parameters of every map, adapter and memory.
+    """Counts the parameters of every map, adapter and memory, for robot states of 17 channels.
 
     Args:
-        preset: sizes and form of the memory; `paper` is the paper's own (updater 11,905,025).
+        width: of slots, keys and readouts; what is seen is twice as wide.
+        hidden: of the maps' hidden layers. The defaults are the paper's sizes: its updater has 11,905,025 parameters.
         json_: print JSON instead of tables.
     """
-    config = PRESETS[preset]
-    memory = build(config)
-    result = {
-        "preset": preset,
-        "updater": count(memory),
-        "maps": {name: {"layers": layers, "parameters": size} for name, layers, size in maps(memory)},
+    config = MemoryConfig(content=2 * width, width=width, hidden=hidden)
+    forms = {name: build(replace(config, name=name)) for name in FORMS}
+    counted: dict[str, Any] = {
+        "forms": {
+            name: {
+                "updater": count(memory),
+                "maps": {part: {"layers": layers, "parameters": size} for part, layers, size in maps(memory)},
+            }
+            for name, memory in forms.items()
+        },
         "adapters": {name: parts | {"total": sum(parts.values())} for name, parts in adapters(config).items()},
-        "memories": memories(config),
+        "memories": memories(width, hidden),
     }
     if json_:
-        print(json.dumps(result, indent=2))  # noqa: T201
+        print(json.dumps({"width": width, "hidden": hidden} | counted, indent=2))  # noqa: T201
         return 0
     console = Console()
-    table = Table("map", "layers", "parameters", title=f"TRACE updater, preset {preset}")
-    for name, layers, size in maps(memory):
-        table.add_row(name, layers, f"{size:,}")
-    table.add_section()
-    table.add_row("updater", "", f"{count(memory):,}")
-    console.print(table)
+    for name, form in counted["forms"].items():
+        table = Table("map", "layers", "parameters", title=f"{METHODS[name].label}: the updater")
+        for part, row in form["maps"].items():
+            table.add_row(part, row["layers"], f"{row['parameters']:,}")
+        table.add_section()
+        table.add_row("updater", "", f"{form['updater']:,}")
+        console.print(table)
     table = Table("adapter", "part", "parameters", title="Policy adapters")
-    for name, parts in adapters(config).items():
+    for name, parts in counted["adapters"].items():
         for part, size in parts.items():
-            table.add_row(name, escape(part), f"{size:,}")
+            if part != "total":
+                table.add_row(name, escape(part), f"{size:,}")
     console.print(table)
     table = Table("memory", "parameters", "state, bytes a row", "million multiply-adds a step", title="All memories")
-    for name, row in memories(config).items():
+    for name, row in counted["memories"].items():
         table.add_row(name, f"{row['parameters']:,}", f"{row['state_bytes']:,}", f"{row['mega_mac_per_step']:,}")
     console.print(table)
     return 0

@@ -2,24 +2,24 @@
 
 import json
 import statistics
-import sys
 import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
-import torch
 import tyro
 from rich.box import SIMPLE
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from trace_memory.checkpoint import config_from_dict
-from trace_memory.config import MEMORIES, PRESETS, build
-from trace_memory.probe import GLYPHS, PROBE_MEMORY, ProbeRun, ProbeTask, start, train
+from trace_errors import UsageError
+from trace_memory.config import PAPER_FORMS, MemoryConfig, PaperOptions, nearest
+from trace_memory.registry import METHODS
 
-Memory = Literal[tuple(MEMORIES)]  # type: ignore[valid-type]
+if TYPE_CHECKING:
+    from trace_memory.probe import ProbeRun
+
 LENGTHS = (2, 8, 64)
 
 
@@ -37,17 +37,21 @@ class Result:
     seconds: float
 
 
-def run(probe: ProbeRun, lengths: tuple[int, ...], progress: Progress) -> Result:
+def run(probe: "ProbeRun", lengths: tuple[int, ...], progress: Progress) -> Result:
     """Trains one memory and tries it at longer lengths."""
+    import torch
+
+    from trace_memory.probe import start, train
+
     begin = time.perf_counter()
     label = f"{probe.memory.name}, seed {probe.seed}"
     task = progress.add_task(label, total=probe.updates)
-    model, curve, solved_at = start(probe), [], None
+    model, curve, solved_at = start(probe), list[tuple[int, float]](), None
     for news in train(probe, model):
+        if news.solved:
+            solved_at = curve[-1][0]
         curve.append((news.update, news.accuracy))
         progress.update(task, completed=news.update, description=f"{label}: accuracy {news.accuracy:.2f}")
-        if news.solved:
-            solved_at = news.update - probe.every
     progress.update(task, total=curve[-1][0], completed=curve[-1][0])
 
     def accuracy(how: Literal["far", "slow"], stretch: int) -> float:
@@ -66,19 +70,10 @@ def run(probe: ProbeRun, lengths: tuple[int, ...], progress: Progress) -> Result
     return Result(probe.memory.name, probe.task.cues, probe.seed, solved_at, final, longer, curve, seconds)
 
 
-def field(text: str) -> tuple[str, Any]:
-    """From "slots=6" to ("slots", 6)."""
-    name, equals, value = text.partition("=")
-    if not equals:
-        raise ValueError(f"{text!r} has no '=', expected FIELD=VALUE")
-    try:
-        return name, json.loads(value)
-    except json.JSONDecodeError:
-        return name, value
-
-
 def show(results: list[Result], updates: int, console: Console) -> None:
     """One row a training, in the order run."""
+    from trace_memory.probe import GLYPHS
+
     names = list(results[0].longer)
     table = Table("memory", "seed", "solved at", "accuracy", *names, "s", title="Probe", box=SIMPLE, padding=(0, 0))
     for r in results:
@@ -101,15 +96,18 @@ def plot(results: list[Result], path: Path) -> None:
     """Learning curves, one line a training, one colour a memory."""
     import matplotlib
 
+    from trace_memory.probe import GLYPHS
+
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
     figure, axes = plt.subplots(figsize=(7, 4))
-    names = list(dict.fromkeys(r.memory for r in results))
     for r in results:
         first = next(other for other in results if other.memory == r.memory) is r
-        colour = f"C{names.index(r.memory)}"
-        axes.plot(*zip(*r.curve, strict=True), color=colour, alpha=0.7, label=r.memory if first else None)
+        colour = METHODS[r.memory].colour
+        axes.plot(
+            *zip(*r.curve, strict=True), color=colour, alpha=0.7, label=METHODS[r.memory].label if first else None
+        )
     axes.axhline(1 / GLYPHS, color="grey", linestyle=":", label="chance")
     axes.set(xlabel="updates", ylabel="accuracy of the answer", ylim=(0, 1.02))
     axes.set_title(f"Probe: {results[0].cues} cue{'s' * (results[0].cues > 1)}")
@@ -122,7 +120,7 @@ def plot(results: list[Result], path: Path) -> None:
 
 def probe(
     *,
-    memory: tuple[Memory, ...] = ("trace",),  # type: ignore[valid-type]
+    memory: tuple[str, ...] = ("trace",),
     cues: Annotated[int, tyro.conf.arg(help_behavior_hint="(1 to 3, default: 1)")] = 1,
     delay: int = 64,
     seeds: int = 1,
@@ -130,11 +128,8 @@ def probe(
     batch: int = 64,
     rate: float = 1e-3,
     solved: float = 0.99,
-    pace: float = 2.0,
-    few: int = 0,
-    borrowed: float = 0.0,
-    preset: Literal["default", "paper"] = "default",
-    set_: Annotated[tuple[str, ...], tyro.conf.arg(name="set", metavar="FIELD=VALUE")] = (),
+    speed: float = 2.0,
+    paper: PaperOptions = PaperOptions(),  # noqa: B008
     lengths: tuple[int, ...] = LENGTHS,
     device: str = "cpu",
     out: Path = Path("outputs/probe"),
@@ -146,7 +141,7 @@ def probe(
     colours, and is asked at the end for the colour of one station. One cue takes about a minute on two cores.
 
     Args:
-        memory: one or more of the memories, e.g. --memory trace gru none.
+        memory: one or more of the memories, e.g. --memory trace paper gru none.
         cues: stations to remember; one of them is asked for.
         delay: steps between the last cue and the question.
         seeds: trainings a memory, with seeds 0, 1, ...
@@ -154,54 +149,35 @@ def probe(
         batch: episodes an update.
         rate: Adam's learning rate.
         solved: accuracy that counts as solved.
-        pace: training batches are played up to this much faster or slower; 1 for none of that.
-        few: learn from so many episodes only, again and again, and be tried on others; 0: new ones for every update.
-        borrowed: share of episodes that are addressed by the path of another one in the batch (docs/decisions/0012).
-        preset: `default` is our form of TRACE, `paper` the paper's (docs/decisions/0003).
-        set_: fields of MemoryConfig to change, e.g. --set gate=scalar fade=inf slots=6.
+        speed: training batches are played up to this much faster or slower; 1 for none of that.
+        paper: options of the paper's form, for --memory paper.
         lengths: how many times the trained length to try afterwards.
         device: cpu or cuda.
         out: folder for curves.png and results.json.
         json_: print the results as JSON instead of a table.
     """
-    if not 1 <= cues <= 3 or delay < 8 or seeds < 1 or few < 0 or not 0 <= borrowed <= 1 or not memory:
-        wanted = f"cues={cues} (1 to 3), delay={delay} (8 or more), seeds={seeds} (1 or more)"
-        wanted += f", few={few} (0 or more), borrowed={borrowed} (0 to 1)"
-        print(f"tracemem probe: {wanted}", file=sys.stderr)  # noqa: T201
-        return 2
-    console = Console(stderr=json_)
-    form = PRESETS[preset]
-    base = replace(
-        PROBE_MEMORY,
-        **{n: getattr(form, n) for n in ("gate", "start", "path", "read_gain", "fade", "bound", "auxiliary")},
-    )
-    try:
-        base = config_from_dict(base.to_dict() | dict(field(text) for text in set_), where="--set")
-        build(base)
-    except (ValueError, KeyError, TypeError) as error:
-        print(f"tracemem probe: --set {' '.join(set_)}: {error}", file=sys.stderr)  # noqa: T201
-        return 2
+    check(memory, cues, delay, seeds, updates, batch, lengths)
+    for name, value, least in (("rate", rate, 0.0), ("solved", solved, 0.0), ("speed", speed, 1.0)):
+        if not value >= least or value == 0 or value == float("inf"):
+            raise UsageError(f"--{name}: {value}, expected {'1 or more' if least else 'a positive number'}")
+    if paper != PaperOptions() and not set(memory) & set(PAPER_FORMS):
+        raise UsageError(f"--paper: has options for {', '.join(memory)}, expected --memory {' or '.join(PAPER_FORMS)}")
+
+    from trace_memory.probe import PROBE_MEMORY, ProbeRun, ProbeTask
+
+    def config(name: str) -> MemoryConfig:
+        return replace(PROBE_MEMORY, name=name, paper=paper if name in PAPER_FORMS else PaperOptions())
+
     plan = ProbeRun(
-        base,
-        ProbeTask(cues, delay),
-        updates=updates,
-        batch=batch,
-        rate=rate,
-        pace=pace,
-        few=few,
-        borrowed=borrowed,
-        solved=solved,
-        device=device,
+        task=ProbeTask(cues, delay), updates=updates, batch=batch, rate=rate, speed=speed, solved=solved, device=device
     )
-    settings = {"preset": preset, "set": set_, "delay": delay, "batch": batch, "rate": rate, "pace": pace}
-    settings |= {"few": few, "borrowed": borrowed}
-    results: list[Result] = []
+    settings = {"delay": delay, "batch": batch, "rate": rate, "speed": speed, "paper": asdict(paper)}
+    console, results = Console(stderr=json_), list[Result]()
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console) as progress:
         for name in memory:
             for seed in range(seeds):
-                one = replace(plan, memory=replace(base, name=name), seed=seed)
-                results.append(run(one, lengths, progress))
+                results.append(run(replace(plan, memory=config(name), seed=seed), lengths, progress))
                 out.mkdir(parents=True, exist_ok=True)
                 lines = [asdict(r) | settings for r in results]
                 (out / "results.json").write_text(json.dumps(lines, indent=1) + "\n")
@@ -215,3 +191,22 @@ def probe(
             console.print(f"{name}: mean accuracy {statistics.mean(accuracies):.3f} over {len(accuracies)} training(s)")
     console.print(f"Wrote {out / 'results.json'} and {out / 'curves.png'}")
     return 0
+
+
+def check(
+    memory: tuple[str, ...], cues: int, delay: int, seeds: int, updates: int, batch: int, lengths: tuple[int, ...]
+) -> None:
+    """Refuses what makes no sense, before anything heavy is imported."""
+    if not memory:
+        raise UsageError("--memory: none given, expected one or more")
+    for name in memory:
+        if name not in METHODS:
+            raise UsageError(f"--memory: {name!r} is not known; {nearest(name, METHODS)}")
+    if not 1 <= cues <= 3:
+        raise UsageError(f"--cues: {cues}, expected 1 to 3")
+    for option, value, least in (
+        ("delay", delay, 8), ("seeds", seeds, 1), ("updates", updates, 1), ("batch", batch, 1),
+        *(("lengths", length, 1) for length in lengths),
+    ):  # fmt: skip
+        if value < least:
+            raise UsageError(f"--{option}: {value}, expected {least} or more")

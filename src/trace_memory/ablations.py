@@ -3,7 +3,6 @@ own where slots are gone.
 """
 
 from dataclasses import replace
-from typing import Self
 
 import torch
 from jaxtyping import Float
@@ -39,7 +38,7 @@ class SignatureOnly(PathMemory):
         self.keys = keys
 
     @classmethod
-    def from_config(cls, config: MemoryConfig) -> Self:
+    def from_config(cls, config: MemoryConfig) -> "SignatureOnly":
         """Keys of our form without an anchor, which was seen."""
         signature = Signature(config.channels, DEPTH, FADE)
         keys = NormalisedKeys(signature.dim, config.width, config.hidden, dropout=config.dropout)

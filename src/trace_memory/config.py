@@ -117,7 +117,7 @@ class MemoryConfig:
         >>> from trace_memory import MemoryConfig, build
         >>> memory = build(MemoryConfig(name="trace", channels=7, content=64, width=32, hidden=32))
         >>> memory.state_bytes
-        2420
+        2400
     """
 
     name: str = "trace"

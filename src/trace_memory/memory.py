@@ -5,7 +5,7 @@ trace.py, its ablations in ablations.py, other memories in baselines.py, files o
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import NamedTuple, Self
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -91,11 +91,11 @@ class Readout(NamedTuple):
 
     def at(self, t: int) -> "Readout":
         """The readout of one time of a scan."""
-        return self._each(lambda x: x[:, t])
+        return self.map(lambda x: x[:, t])
 
     def pick(self, row: Int[Tensor, " N"], time: Int[Tensor, " N"]) -> "Readout":
         """The readouts of a scan at chosen rows and times."""
-        return self._each(lambda x: x[row, time])
+        return self.map(lambda x: x[row, time])
 
     def either(self, rows: Bool[Tensor, " B"], other: "Readout") -> "Readout":
         """Row by row this readout or the other."""
@@ -109,7 +109,8 @@ class Readout(NamedTuple):
             routing = Routing(*(mix(a, b) for a, b in zip(self.routing, other.routing, strict=True)))
         return Readout(slots, z, g, dg, alpha, routing)
 
-    def _each(self, of: Callable[[Tensor], Tensor]) -> "Readout":
+    def map(self, of: Callable[[Tensor], Tensor]) -> "Readout":
+        """The readout with something done to each of its tensors."""
         slots, z, g, dg, alpha = (of(x) for x in self[:5])
         return Readout(slots, z, g, dg, alpha, self.routing and Routing(*(of(x) for x in self.routing)))
 
@@ -155,7 +156,7 @@ class Memory(nn.Module, ABC):
         self.register_buffer("_like", torch.zeros(()), persistent=False)  # the memory's device and dtype
 
     @classmethod
-    def from_config(cls, config: MemoryConfig) -> Self:
+    def from_config(cls, config: MemoryConfig) -> "Memory":
         """The memory with the widths of a configuration."""
         return cls(content=config.content, channels=config.channels, width=config.width)
 

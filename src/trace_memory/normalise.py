@@ -6,7 +6,6 @@ episode of the training split once. The policy's own normalisation is another ma
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import Self
 
 import torch
 from jaxtyping import Bool, Float
@@ -111,7 +110,9 @@ class Normaliser(nn.Module):
         return x if math.isinf(self.bound) else x / torch.hypot(torch.ones_like(x), x / self.bound)
 
     @torch.no_grad()
-    def fit(self, episodes: Iterable[Tensor], signature: Signature, mask: Bool[Tensor, " d"] | None = None) -> Self:
+    def fit(
+        self, episodes: Iterable[Tensor], signature: Signature, mask: Bool[Tensor, " d"] | None = None
+    ) -> "Normaliser":
         """Computes every statistic from raw state paths, reading each once; states are kept meanwhile, signatures not.
 
         Without a `mask`, channels that never move in the training split are masked: they carry nothing, and a wobble in

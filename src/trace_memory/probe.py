@@ -157,12 +157,10 @@ class ProbeModel(nn.Module):
         """e = [v, p] of every frame."""
         return torch.cat([self.see(images.flatten(0, 1)).unflatten(0, images.shape[:2]), self.feel(path)], dim=-1)
 
-    def loss(self, episodes: Episodes, path_of: Int[Tensor, " B"] | None = None) -> Tensor:
-        """Cross entropy of the answer at the last step, and the auxiliary losses; each episode is addressed by its
-        own path, or by that of another one, `path_of`.
-        """
+    def loss(self, episodes: Episodes) -> Tensor:
+        """Cross entropy of the answer at the last step, and the auxiliary losses."""
         contents = self.content(episodes.images, episodes.path)
-        _, readouts = self.memory.scan(contents, episodes.path if path_of is None else episodes.path[path_of])
+        _, readouts = self.memory.scan(contents, episodes.path)
         valid = torch.ones(contents.shape[:2], dtype=torch.bool, device=contents.device)
         loss = F.cross_entropy(self.classify(readouts.at(-1), contents[:, -1]), episodes.answer)
         return loss + weighted(auxiliary_losses(readouts, valid), self.memory.auxiliary)
@@ -204,8 +202,6 @@ class ProbeRun:
     rate: float = 1e-3
     warm: int = 100
     settle: int = 100  # updates after solving, while the rate falls to zero
-    few: int = 0  # how many episodes there are to learn from; 0: new ones for every update
-    path_swap: float = 0.0  # share of episodes that are addressed by the path of another one in the batch
     speed: float = 2.0  # batches are played up to this much faster or slower (1: as they are)
     solved: float = 0.99
     every: int = 25
@@ -213,7 +209,7 @@ class ProbeRun:
 
 
 class Progress(NamedTuple):
-    """What a training tells after every `every` updates."""
+    """What a training tells after every `every` updates, and after the last."""
 
     update: int
     loss: float
@@ -238,39 +234,25 @@ def train(run: ProbeRun, model: ProbeModel) -> Iterator[Progress]:
     """
     generator = torch.Generator(run.device).manual_seed(run.seed)
     optimiser = torch.optim.Adam(model.parameters(), lr=run.rate)
-    before, total, end = False, 0.0, math.inf
-    few = run.task.sample(run.few, generator) if run.few else None
-
-    def draw(*shape: int) -> Tensor:
-        return torch.rand(shape, generator=generator, device=run.device)
-
+    before, total, since, end = False, 0.0, 0, math.inf
     for update in range(1, run.updates + run.settle + 1):
         if update > run.updates and end == math.inf:
             return
         for group in optimiser.param_groups:
             group["lr"] = run.rate * min(1.0, update / run.warm, max(0.0, (end - update + 1) / max(run.settle, 1)))
-        factor = run.speed ** (2 * float(draw()) - 1)
-        if few is None:
-            batch = run.task.sample(run.batch, generator)
-        else:
-            some = draw(run.few).argsort()[: run.batch]
-            batch = Episodes(few.images[some], few.path[some], few.answer[some])
-        path_of = None
-        if run.path_swap:
-            own = torch.arange(len(batch.answer), device=run.device)
-            path_of = torch.where(draw(len(own)) < run.path_swap, draw(len(own)).argsort(), own)
-        loss = model.loss(batch.resampled(factor), path_of)
+        factor = run.speed ** (2 * float(torch.rand((), generator=generator, device=run.device)) - 1)
+        loss = model.loss(run.task.sample(run.batch, generator).resampled(factor))
         optimiser.zero_grad()
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimiser.step()
-        total += float(loss.detach())
-        if update % run.every == 0:
+        total, since = total + float(loss.detach()), since + 1
+        if update % run.every == 0 or update == run.updates:
             accuracy = model.accuracy(run.task, 256, torch.Generator(run.device).manual_seed(1_000_000 + run.seed))
             solved = accuracy >= run.solved
             first = solved and before and end == math.inf
             end = update + run.settle if first else end
-            yield Progress(update, total / run.every, accuracy, first)
+            yield Progress(update, total / since, accuracy, first)
             if update >= end:
                 return
-            before, total = solved, 0.0
+            before, total, since = solved, 0.0, 0

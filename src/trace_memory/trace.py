@@ -3,7 +3,6 @@
 """
 
 from abc import abstractmethod
-from typing import Self
 
 import torch
 from jaxtyping import Bool, Float
@@ -170,7 +169,7 @@ class TraceMemory(SlotMemory):
     """
 
     @classmethod
-    def from_config(cls, config: MemoryConfig) -> Self:
+    def from_config(cls, config: MemoryConfig) -> "TraceMemory":
         """Our form in the sizes of a configuration, with new weights."""
         return cls.made_of(config)
 
@@ -182,7 +181,7 @@ class TraceMemory(SlotMemory):
         delta: type[nn.Module] | None = None,
         route: Route | None = None,
         read: Read | None = None,
-    ) -> Self:
+    ) -> "TraceMemory":
         """Our form with another phi_delta, route or read; the ablations are made so."""
         c = config
         signature = Signature(c.channels, DEPTH, FADE)
@@ -241,7 +240,7 @@ class PaperTraceMemory(SlotMemory):
         return self._auxiliary
 
     @classmethod
-    def from_config(cls, config: MemoryConfig) -> Self:
+    def from_config(cls, config: MemoryConfig) -> "PaperTraceMemory":
         """The paper's form in the sizes of a configuration, with new weights as PyTorch draws them."""
         c, paper = config, config.paper
         signature = (LogSignature if paper.log_signature else Signature)(c.channels, paper.depth)

@@ -4,14 +4,14 @@ from pathlib import Path
 
 from trace_lab.cli import main
 from trace_lab.params import memories
-from trace_memory.config import PRESETS
 
 
 def test_json_counts_the_papers_maps(capsys):
     assert main(["params", "--json"]) == 0
     counts = json.loads(capsys.readouterr().out)
-    assert counts["updater"] == 11_905_025
-    maps = {name: row["parameters"] for name, row in counts["maps"].items()}
+    paper = counts["forms"]["paper"]
+    assert paper["updater"] == 11_905_025
+    maps = {name: row["parameters"] for name, row in paper["maps"].items()}
     assert maps == {
         "phi_g": 2_935_296,
         "phi_delta": 2_935_296,
@@ -25,15 +25,18 @@ def test_json_counts_the_papers_maps(capsys):
         "W_K_read": 262_144,
         "W_V_read": 262_144,
     }
-    assert sum(maps.values()) == counts["updater"]
+    assert sum(maps.values()) == paper["updater"]
     assert counts["adapters"]["regression"]["[z, g, dg] to summary"] == 786_944
+    assert counts["adapters"]["diffusion"]["total"] == 15_991_808
     assert all(row["total"] == sum(v for k, v in row.items() if k != "total") for row in counts["adapters"].values())
 
 
 def test_table_shows_every_part(capsys):
-    assert main(["params", "--preset", "tiny"]) == 0
+    assert main(["params", "--width", "64", "--hidden", "64"]) == 0
     out = capsys.readouterr().out
-    assert all(word in out for word in ("phi_beta", "W_V_read", "[z, g, dg] to summary", "retrieval"))
+    assert all(
+        word in out for word in ("TRACE, paper's form", "phi_beta", "W_V_read", "[z, g, dg] to summary", "retrieval")
+    )
 
 
 def test_the_documented_sizes_are_the_counted_ones():
@@ -48,4 +51,4 @@ def test_the_documented_sizes_are_the_counted_ones():
         }
         for name, p, b, m in re.findall(row, text, re.MULTILINE)
     }
-    assert documented == memories(PRESETS["paper"])
+    assert documented == memories(512, 512)

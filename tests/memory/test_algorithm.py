@@ -1,17 +1,18 @@
 """TRACE as a whole against Algorithm 1, transcribed here with loops and pysiglib; LRU and retrieval against their rules."""
 
 import math
+from dataclasses import replace
 
 import pysiglib
 import pytest
 import torch
 from torch.nn import functional as F  # noqa: N812
 
-from trace_memory.config import MemoryConfig, build
-from trace_memory.losses import AuxiliaryWeights
+from trace_memory.config import MemoryConfig, PaperOptions, build
+from trace_memory.memory import AuxiliaryWeights
 
 C, D, T = 6, 3, 12
-NUMBERS = {"channels": D, "content": C, "width": 16, "hidden": 10, "depth": 3, "tau": 0.6, "identity": 0.4}
+NUMBERS = {"channels": D, "content": C, "width": 16, "hidden": 10}
 
 
 def data(seed=0):
@@ -31,22 +32,31 @@ def two_layers(phi, x):
     return phi.last(F.gelu(phi.first(x)))
 
 
-@pytest.mark.parametrize("anchor", [False, True])
-@pytest.mark.parametrize("form", [{"gate": "scalar", "start": "pytorch", "bound": math.inf}, {}])
-@pytest.mark.parametrize("way", ["mixes", "writes", "routes"])
-@pytest.mark.parametrize("clock", ["time", "path", "rates"])
-def test_the_whole_step_is_algorithm_1(form, anchor, way, clock):
-    timed, rates, mixes = clock == "time", [1] if clock == "rates" else [], way != "routes"
-    kinds = {"path": way, "clock": "time" if timed else "path", "rates": tuple(rates)}
-    memory = fitted(anchor=anchor, fade=math.inf, **kinds, **form)
+PAPER = PaperOptions(tau=0.6, identity=0.4)
+FORMS = {
+    "paper": {"name": "paper", "paper": PAPER},
+    "paper, anchor": {"name": "paper", "paper": replace(PAPER, anchor=True)},
+    "trace": {},
+    "trace, velocities": {"velocity_channels": (1,)},
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_the_whole_step_is_algorithm_1(form):
+    """Our form differs in what is named here: bounded signatures, normalised keys, cosine routes, the gate, the anchor, the
+    write rate, and that signatures fade, over a length that is far beyond this path.
+    """
+    memory, paper = fitted(**FORMS[form]), form.startswith("paper")
+    memory.signature.fade = math.inf
+    anchor, velocities = form != "paper", [1] if form == "trace, velocities" else []
+    tau, identity = (0.6, 0.4) if paper else (1.0, 0.5)
+    memory.normaliser.fit([data(seed)[1] for seed in range(2, 6)], memory.signature)
     contents, path = data()
     _, readouts = memory.scan(contents[None], path[None])
     n, keys, slots = memory.normaliser, memory.keys, memory.slots
-    squash = {"scalar": torch.sigmoid}.get(
-        form.get("gate", ""), lambda x: (1.05 * torch.sigmoid(x) - 0.05).clamp_min(0)
-    )
-    bound = (lambda x: x) if form else (lambda x: x / torch.sqrt(1 + (x / 10) ** 2))
-    level = (lambda x: x) if form else (lambda x: (x - x.mean()) / torch.sqrt(x.var(correction=0) + 1e-5))
+    squash = torch.sigmoid if paper else lambda x: (1.05 * torch.sigmoid(x) - 0.05).clamp_min(0)
+    bound = (lambda x: x) if paper else (lambda x: x / torch.sqrt(1 + (x / 10) ** 2))
+    level = (lambda x: x) if paper else (lambda x: (x - x.mean()) / torch.sqrt(x.var(correction=0) + 1e-5))
     M = torch.zeros(4, 16, dtype=torch.float64)
     before = torch.zeros(memory.signature.dim, dtype=torch.float64)
     states = (path - n.state_mean) / n.state_std
@@ -54,7 +64,9 @@ def test_the_whole_step_is_algorithm_1(form, anchor, way, clock):
 
     def length(now, before):
         gone = now - before
-        gone[..., rates] = (now + n.state_mean / n.state_std)[..., rates]  # the raw value, in standard deviations
+        gone[..., velocities] = (now + n.state_mean / n.state_std)[
+            ..., velocities
+        ]  # the raw value, in standard deviations
         return gone.norm(dim=-1)
 
     mean_step = torch.cat([length(x[1:], x[:-1]) for x in training]).mean()
@@ -65,24 +77,23 @@ def test_the_whole_step_is_algorithm_1(form, anchor, way, clock):
         dg = level(two_layers(keys.phi_delta, bound((delta - n.delta_mean) / n.delta_std)))
         q = torch.cat([g, dg, contents[0]] if anchor else [g, dg])
         rho = two_layers(keys.phi_rho, q)
-        u = two_layers(slots.phi_w, torch.cat([contents[t], q] if mixes else [contents[t], *[contents[0]] * anchor]))
-        m_bar = M + 0.4 * slots.eta
+        u = two_layers(slots.phi_w, torch.cat([contents[t], q]))
+        m_bar = M + identity * slots.eta
         route = slots.W_K.weight.T @ slots.W_Q(rho)
-        angles = [(route @ m) / ((route @ route + 1e-4) * (m @ m + 1e-4)).sqrt() for m in m_bar]
-        plain = [slots.W_Q(rho) @ slots.W_K(m) / 4 for m in m_bar]
-        omega = torch.softmax(torch.stack(plain if form else angles) / 0.6, 0)
-        inside = [torch.cat([m, u, rho] if mixes else [m, u]) for m in m_bar]
-        pace = 1.0 if timed or not t else min(1.0, float(length(states[t], states[t - 1]) / (0.5 * mean_step)))
-        beta = torch.stack([pace * omega[k] * squash(two_layers(slots.phi_beta, x)) for k, x in enumerate(inside)])
+        cosines = [(route @ m) / ((route @ route + 1e-4) * (m @ m + 1e-4)).sqrt() for m in m_bar]
+        dots = [slots.W_Q(rho) @ slots.W_K(m) / 4 for m in m_bar]
+        omega = torch.softmax(torch.stack(dots if paper else cosines) / tau, 0)
+        inside = [torch.cat([m, u, rho]) for m in m_bar]
+        moved = 1.0 if paper or not t else min(1.0, float(length(states[t], states[t - 1]) / (0.5 * mean_step)))
+        beta = torch.stack([moved * omega[k] * squash(two_layers(slots.phi_beta, x)) for k, x in enumerate(inside)])
         proposal = torch.stack([torch.tanh(two_layers(slots.phi_m, x)) for x in inside])
         M = (1 - beta) * M + beta * proposal
         query = two_layers(slots.phi_r, torch.cat([contents[t], rho]))
-        scores = torch.stack([query @ slots.W_K_read(m) for m in M + 0.4 * slots.eta]) / 4
+        scores = torch.stack([query @ slots.W_K_read(m) for m in M + identity * slots.eta]) / 4
         alpha = torch.softmax(scores, 0)
         z = sum(alpha[k] * slots.W_V_read(M[k]) for k in range(4))
         found = readouts.at(t)
-        told = {"g": g, "dg": dg} if way == "mixes" else {"g": torch.zeros_like(g), "dg": torch.zeros_like(g)}
-        for name, expected in {"slots": M, "z": z, "alpha": alpha, **told}.items():
+        for name, expected in {"slots": M, "z": z, "alpha": alpha, "g": g, "dg": dg}.items():
             torch.testing.assert_close(getattr(found, name)[0], expected, rtol=1e-9, atol=1e-9, msg=f"{name} at {t}")
         torch.testing.assert_close(found.routing.omega[0], omega)
         torch.testing.assert_close(found.routing.u[0], u)
@@ -91,12 +102,13 @@ def test_the_whole_step_is_algorithm_1(form, anchor, way, clock):
 
 def test_routes_start_as_soft_at_every_width():
     for width in (64, 256):
-        assert build(MemoryConfig(width=width)).slots.sharp == pytest.approx(math.sqrt(width) / 4)
+        assert build(MemoryConfig(width=width)).slots.omega.sharp == pytest.approx(math.sqrt(width) / 4)
 
 
 def test_signature_only_reads_the_keys_of_trace():
-    trace, only = fitted(path="mixes"), fitted(name="signature-only")
-    only.keys.load_state_dict(trace.keys.state_dict())
+    trace, only = fitted(), fitted(name="signature-only")
+    only.keys.phi_g.load_state_dict(trace.keys.phi_g.state_dict())
+    only.keys.phi_delta.load_state_dict(trace.keys.phi_delta.state_dict())
     contents, path = (x[None] for x in data())
     a, b = trace.scan(contents, path)[1], only.scan(contents, path)[1]
     assert torch.equal(a.g, b.g)
@@ -108,9 +120,11 @@ def test_signature_only_reads_the_keys_of_trace():
 def test_starts_and_gains_reach_the_modules():
     torch.manual_seed(0)
     numbers = NUMBERS | {"width": 64, "hidden": 64}
-    ours, plain = (build(MemoryConfig(**numbers, dropout=0.3, start=s, path="mixes")) for s in ("content", "pytorch"))
+    ours, plain = (build(MemoryConfig(**numbers, dropout=0.3, name=name)) for name in ("trace", "paper"))
     slots = ours.slots
-    assert (slots.phi_w.first.weight[:, C:] == 0).all()
+    assert (slots.phi_w.first.weight[:, C : C + 128] == 0).all()  # g and dg
+    assert (slots.phi_w.first.weight[:, :C] != 0).any()
+    assert (slots.phi_w.first.weight[:, C + 128 :] != 0).any()  # the anchor was seen
     for phi in (slots.phi_m, slots.phi_beta):
         assert (phi.first.weight[:, 128:] == 0).all()
         ratio = phi.first.weight[:, :64].std() / phi.first.weight[:, 64:128].std()
@@ -124,12 +138,16 @@ def test_starts_and_gains_reach_the_modules():
     assert slots.phi_m.dropout.p == 0.0
 
 
-def test_the_ablation_without_auxiliary_losses_has_none():
-    weights = AuxiliaryWeights(0.1, 0.2, 0.3)
-    assert MemoryConfig(auxiliary=weights).auxiliary == weights
-    without = MemoryConfig(name="no-auxiliary", auxiliary=weights)
-    assert without.auxiliary == AuxiliaryWeights()
-    assert set(without.to_dict()["auxiliary"].values()) == {0.0}  # and so says run.json
+def test_a_memory_says_which_auxiliary_losses_it_is_trained_with():
+    options = PaperOptions(balance=0.1, entropy=0.2, consistency=0.3)
+    weights = [
+        build(MemoryConfig(**NUMBERS, name=name, **paper)).auxiliary
+        for name, paper in (
+            ("paper", {}), ("paper", {"paper": options}), ("no-auxiliary", {"paper": options}), ("trace", {}), ("gru", {})
+        )
+    ]  # fmt: skip
+    none = AuxiliaryWeights(0.0, 0.0, 0.0)
+    assert weights == [AuxiliaryWeights(0.05, 0.01, 0.002), AuxiliaryWeights(0.1, 0.2, 0.3), none, none, none]
 
 
 def test_lru_takes_the_least_used_row_and_reads_by_similarity():
@@ -140,13 +158,13 @@ def test_lru_takes_the_least_used_row_and_reads_by_similarity():
     torch.nn.init.zeros_(memory.strength.weight)
     state, readouts = memory.scan(contents[:, :8], path[:, :8])
     values = memory.value(contents[0, :8])
-    taken = torch.cdist(state.cells["rows"][0], values).argmin(1)
+    taken = torch.cdist(state.tensors["rows"][0], values).argmin(1)
     assert sorted(taken.tolist()) == list(range(8))  # eight writes, eight rows, none overwritten
-    torch.testing.assert_close(state.cells["rows"][0], values[taken])
+    torch.testing.assert_close(state.tensors["rows"][0], values[taken])
     key = F.normalize(memory.key(contents[0, 7]), dim=-1)
-    alpha = torch.softmax(F.normalize(state.cells["rows"][0], dim=-1) @ key, 0)
+    alpha = torch.softmax(F.normalize(state.tensors["rows"][0], dim=-1) @ key, 0)
     torch.testing.assert_close(readouts.alpha[0, 7], alpha)
-    torch.testing.assert_close(readouts.z[0, 7], alpha @ state.cells["rows"][0])
+    torch.testing.assert_close(readouts.z[0, 7], alpha @ state.tensors["rows"][0])
 
 
 def test_retrieval_prompts_with_the_most_similar_past():

@@ -7,17 +7,19 @@ from pathlib import Path
 import pytest
 import torch
 
+from trace_errors import CheckpointError
 from trace_memory.checkpoint import (
-    CheckpointError,
     config_from_dict,
     load_memory,
     load_state,
     save_memory,
     save_state,
 )
-from trace_memory.config import MEMORIES, PRESETS, MemoryConfig, build
+from trace_memory.config import RENAMED, MemoryConfig, PaperOptions, build
+from trace_memory.registry import METHODS
 
-SMALL = MemoryConfig(channels=3, content=6, width=8, hidden=8, depth=2)
+SMALL = MemoryConfig(channels=3, content=6, width=8, hidden=8)
+PAPER = replace(SMALL, name="paper")
 
 
 def scanned(config: MemoryConfig):
@@ -27,20 +29,20 @@ def scanned(config: MemoryConfig):
     return memory, memory.scan(contents, path)[0], (contents, path)
 
 
-@pytest.mark.parametrize("name", MEMORIES)
+@pytest.mark.parametrize("name", METHODS)
 def test_a_state_continues_from_its_file(name, tmp_path):
     memory, state, data = scanned(replace(SMALL, name=name))
     save_state(tmp_path / "state.safetensors", memory, state)
     again = load_state(tmp_path / "state.safetensors", memory)
     assert torch.equal(again.steps, state.steps)
-    assert again.cells.keys() == state.cells.keys()
-    assert all(torch.equal(again.cells[n], state.cells[n]) for n in state.cells)
+    assert again.tensors.keys() == state.tensors.keys()
+    assert all(torch.equal(again.tensors[n], state.tensors[n]) for n in state.tensors)
     a, b = memory.scan(*data, state=state)[1], memory.scan(*data, state=again)[1]
     assert all(torch.equal(x, y) for x, y in zip(a[:5], b[:5], strict=True))
 
 
 def test_a_memory_comes_back_with_its_statistics(tmp_path):
-    config = replace(SMALL, name="trace", gate="scalar")
+    config = replace(PAPER, paper=PaperOptions(slots=3))
     memory, _, data = scanned(config)
     memory.normaliser.fit(list(data[1]), memory.signature)
     save_memory(tmp_path, memory, config)
@@ -52,36 +54,72 @@ def test_a_memory_comes_back_with_its_statistics(tmp_path):
 
 
 def test_weights_of_another_form_are_refused(tmp_path):
-    """They fit in shape: a version that does not normalise keys has the same ones."""
-    memory, *_ = scanned(SMALL)
-    memory.keys.level = False
+    """They fit in shape: keys that are normalised have the same ones, and so has another way to read."""
+    memory, *_ = scanned(PAPER)
+    memory.keys.norm = torch.nn.LayerNorm(8, elementwise_affine=False)
+    save_memory(tmp_path, memory, PAPER)
+    with pytest.raises(CheckpointError, match=r"keys\.norm is .*LayerNorm.*expected .*Identity"):
+        load_memory(tmp_path)
+    memory, *_ = scanned(replace(SMALL, name="mean-read"))
     save_memory(tmp_path, memory, SMALL)
-    with pytest.raises(CheckpointError, match=r"keys is .*'level': 'False'.*expected .*'level': 'True'"):
+    with pytest.raises(CheckpointError, match=r"slots\.alpha is .*MeanRead.*expected .*AttentionRead"):
         load_memory(tmp_path)
 
 
-@pytest.mark.parametrize("preset", PRESETS)
-def test_presets_survive_json(preset):
-    assert config_from_dict(json.loads(json.dumps(PRESETS[preset].to_dict()))) == PRESETS[preset]
+@pytest.mark.parametrize(
+    "config",
+    [
+        SMALL,
+        MemoryConfig(velocity_channels=(0, 3)),
+        MemoryConfig(name="paper", paper=PaperOptions(slots=6, log_signature=True, anchor=True, balance=0.0)),
+    ],
+)
+def test_configurations_survive_json(config):
+    assert config_from_dict(json.loads(json.dumps(config.to_dict()))) == config
+
+
+@pytest.mark.parametrize("name", RENAMED)
+def test_an_old_option_is_refused_with_the_new_one(name):
+    with pytest.raises(CheckpointError, match=rf"config: {name} is (now|not an option any more)"):
+        config_from_dict(SMALL.to_dict() | {name: 1})
+
+
+def test_what_stands_in_place_of_old_options_is_there():
+    for sentence in RENAMED.values():
+        for new in [word for word in sentence.replace(",", "").split() if word.startswith("paper.")]:
+            assert hasattr(PaperOptions(), new.removeprefix("paper.")), new
+    assert "velocity_channels" in RENAMED["rates"]
 
 
 @pytest.mark.parametrize(
-    ("other", "field"),
+    ("kept", "other", "field"),
     [
-        (replace(SMALL, name="gru"), "memory"),
-        (replace(SMALL, slots=5), "cells"),
-        (replace(SMALL, depth=3), "cells"),
-        (replace(SMALL, fade=4.0), "form"),
-        (replace(SMALL, tau=0.5), "form"),
-        (replace(SMALL, name="unrouted"), "form"),
-        (SMALL, "weights"),  # the same form, drawn anew
+        (SMALL, replace(SMALL, name="gru"), "memory"),
+        (SMALL, replace(SMALL, name="paper"), "memory"),
+        (SMALL, replace(SMALL, width=9), "tensors"),
+        (PAPER, replace(PAPER, paper=PaperOptions(slots=5)), "tensors"),
+        (PAPER, replace(PAPER, paper=PaperOptions(depth=2)), "tensors"),
+        (PAPER, replace(PAPER, paper=PaperOptions(log_signature=True)), "form"),
+        (PAPER, replace(PAPER, paper=PaperOptions(tau=0.5)), "form"),
+        (PAPER, replace(PAPER, paper=PaperOptions(identity=0.4)), "form"),
+        (SMALL, replace(SMALL, name="unrouted"), "form"),
+        (SMALL, replace(SMALL, velocity_channels=(1,)), "statistics"),
+        (SMALL, SMALL, "weights"),  # the same form, drawn anew
     ],
 )
-def test_a_state_of_another_configuration_is_refused(other, field, tmp_path):
-    memory, state, _ = scanned(SMALL)
+def test_a_state_of_another_configuration_is_refused(kept, other, field, tmp_path):
+    memory, state, _ = scanned(kept)
     save_state(tmp_path / "s", memory, state)
     with pytest.raises(CheckpointError, match=f"{field} is"):
         load_state(tmp_path / "s", build(other))
+
+
+def test_a_signature_that_fades_otherwise_is_another_form(tmp_path):
+    memory, state, _ = scanned(SMALL)
+    save_state(tmp_path / "s", memory, state)
+    memory.signature.fade = 4.0
+    with pytest.raises(CheckpointError, match="form is"):
+        load_state(tmp_path / "s", memory)
 
 
 def test_a_state_under_other_statistics_is_refused(tmp_path):
@@ -96,7 +134,7 @@ def test_statistics_of_another_signature_are_refused(tmp_path):
     config = replace(SMALL, name="signature-only")
     memory, _, _ = scanned(config)
     save_memory(tmp_path, memory, config)
-    values = config.to_dict() | {"depth": 3}
+    values = config.to_dict() | {"channels": 4}
     (tmp_path / "config.json").write_text(json.dumps(values))
     with pytest.raises(CheckpointError, match=r"normaliser\.xi_mean"):
         load_memory(tmp_path)
@@ -110,8 +148,12 @@ def test_junk_is_refused(tmp_path):
         load_state(tmp_path / "absent", build(SMALL))
     with pytest.raises(CheckpointError, match=r"config\.json: not readable JSON"):
         load_memory(tmp_path)
-    with pytest.raises(CheckpointError, match=r"unknown field \['slotz'\]"):
-        config_from_dict({"slotz": 3})
+    with pytest.raises(CheckpointError, match="unknown field 'chanels', did you mean 'channels'"):
+        config_from_dict({"chanels": 3})
+    with pytest.raises(CheckpointError, match="paper: unknown field 'slotz', did you mean 'slots'"):
+        config_from_dict({"name": "paper", "paper": {"slotz": 3}})
+    with pytest.raises(CheckpointError, match="config: memory width: 0"):
+        config_from_dict({"width": 0})
 
 
 def test_nothing_in_the_library_unpickles():

@@ -1,26 +1,25 @@
 """What holds of every memory: scan is folded step, causal, padding-proof, row by row; and what it refuses."""
 
 import math
-from contextlib import nullcontext
 from dataclasses import replace
 
+import jaxtyping
 import pytest
 import torch
 
-from trace_memory.config import MEMORIES, MemoryConfig, build
-from trace_memory.graphs import quick
-from trace_memory.memory import Memory, MemoryInputError, MemoryState
+from trace_errors import ObservationError, UsageError
+from trace_memory.config import MemoryConfig, PaperOptions, build
+from trace_memory.memory import Memory, MemoryState
+from trace_memory.registry import METHODS
+from trace_memory.trace import DeployedMemory, deployed
 
 B, T, C, D = 3, 40, 10, 3
-SMALL = MemoryConfig(channels=D, content=C, width=16, hidden=16, depth=2, fade=4.0)
-VARIANTS = {name: replace(SMALL, name=name) for name in MEMORIES} | {
-    "anchored": replace(SMALL, anchor=True),
-    "routes only": replace(SMALL, path="routes"),
-    "not told": replace(SMALL, path="writes"),
-    "path clock": replace(SMALL, clock="path"),
-    "waits": replace(SMALL, clock="path", rates=(0,), anchor=True, path="routes"),
-    "paper form": replace(SMALL, gate="scalar", fade=math.inf, bound=math.inf),
-    "log keys": replace(SMALL, key="logsignature"),
+SMALL = MemoryConfig(channels=D, content=C, width=16, hidden=16)
+PAPER = replace(SMALL, name="paper")
+VARIANTS = {name: replace(SMALL, name=name) for name in METHODS} | {
+    "velocities": replace(SMALL, velocity_channels=(0,)),
+    "paper, anchor": replace(PAPER, paper=PaperOptions(depth=2, anchor=True)),
+    "paper, log-signature": replace(PAPER, paper=PaperOptions(slots=3, log_signature=True, tau=0.6, identity=0.3)),
 }
 
 
@@ -57,9 +56,9 @@ def test_scan_is_folded_step(config, dtype, tolerance):
         for a, b in zip(tensors(readout), tensors(readouts.at(t)), strict=True):
             torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
     assert (state.steps == final.steps).all()
-    assert state.cells.keys() == final.cells.keys() == memory.cell_shapes.keys()
-    for name in state.cells:
-        torch.testing.assert_close(state.cells[name], final.cells[name], rtol=tolerance, atol=tolerance)
+    assert state.tensors.keys() == final.tensors.keys() == memory.shapes.keys()
+    for name in state.tensors:
+        torch.testing.assert_close(state.tensors[name], final.tensors[name], rtol=tolerance, atol=tolerance)
 
 
 def test_a_scan_goes_on_from_a_state(config):
@@ -70,8 +69,8 @@ def test_a_scan_goes_on_from_a_state(config):
     rest, second = memory.scan(contents[:, 17:], path[:, 17:], valid[:, 17:], half)
     for a, b, c in zip(tensors(first), tensors(second), tensors(readouts), strict=True):
         torch.testing.assert_close(torch.cat([a, b], 1)[valid], c[valid], rtol=1e-10, atol=1e-10)
-    for name in whole.cells:
-        torch.testing.assert_close(rest.cells[name], whole.cells[name], rtol=1e-10, atol=1e-10)
+    for name in whole.tensors:
+        torch.testing.assert_close(rest.tensors[name], whole.tensors[name], rtol=1e-10, atol=1e-10)
 
 
 def test_the_future_never_changes_the_past(config):
@@ -94,44 +93,46 @@ def test_padding_changes_nothing_and_rows_are_independent(config):
         keep = valid[row]
         alone, read = memory.scan(contents[row, keep][None], path[row, keep][None])
         assert alone.steps[0] == final.steps[row]
-        for name in final.cells:
-            torch.testing.assert_close(alone.cells[name][0], final.cells[name][row], rtol=1e-10, atol=1e-10)
+        for name in final.tensors:
+            torch.testing.assert_close(alone.tensors[name][0], final.tensors[name][row], rtol=1e-10, atol=1e-10)
         for a, b in zip(tensors(read), tensors(readouts), strict=True):
             torch.testing.assert_close(a[0], b[row, keep], rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.parametrize("name", ["trace", "unrouted", "mean-read", "no-delta"])
 def test_a_robot_at_rest_writes_nothing(name):
-    """However long it stands and whatever it sees meanwhile, its slots are the same: nobody can count by them."""
+    """However long it stands and whatever it sees meanwhile, its slots are the same: nobody can count by them. In the
+    paper's form they are not.
+    """
     contents, path, _ = data()
     again = torch.ones(T, dtype=torch.long)
     again[7], again[20] = 6, 30
     index = torch.arange(T).repeat_interleave(again)
     began = torch.cat([torch.ones(1, dtype=torch.bool), index[1:] != index[:-1]])
     meanwhile = torch.where(began[:, None], contents[:, index], torch.randn(B, len(index), C, dtype=torch.float64))
-    for clock in ("path", "time"):
-        memory = make(replace(SMALL, name=name, clock=clock))
+    for kind in (name, "paper"):
+        memory = make(replace(SMALL, name=kind))
         memory.normaliser.fit(list(path), memory.signature)
         straight, rested = memory.scan(contents, path)[1], memory.scan(meanwhile, path[:, index])[1]
         apart = (rested.slots - straight.slots[:, index]).abs().max()
-        assert (apart < 1e-12) == (clock == "path")
-        if clock == "path":
+        assert (apart < 1e-12) == (kind != "paper")
+        if kind != "paper":
             assert (rested.routing.beta[:, ~began] == 0).all()
             torch.testing.assert_close(rested.z[:, began][:, 21:], straight.z[:, 21:])
 
 
-def test_writes_are_due_to_way_made_not_to_steps():
-    """A way sampled four times as finely is written about as often; by time it is written four times as often."""
+def test_writes_are_due_to_arc_length_not_to_steps():
+    """A path sampled four times as finely is written about as often; in the paper's form four times as often."""
     contents, path, _ = data()
     fine = torch.nn.functional.interpolate(path.mT, scale_factor=4, mode="linear", align_corners=True).mT
     written = {}
-    for clock in ("path", "time"):
-        memory = make(replace(SMALL, clock=clock))
+    for name in ("trace", "paper"):
+        memory = make(replace(SMALL, name=name))
         memory.normaliser.fit(list(0.3 * path), memory.signature)
-        written[clock] = [float(memory.scan(c, p)[1].routing.beta.sum()) for c, p in (
+        written[name] = [float(memory.scan(c, p)[1].routing.beta.sum()) for c, p in (
             (contents, 0.05 * path), (contents.repeat_interleave(4, 1), 0.05 * fine))]  # fmt: skip
-    assert written["path"][1] / written["path"][0] < 1.5
-    assert written["time"][1] / written["time"][0] > 3
+    assert written["trace"][1] / written["trace"][0] < 1.5
+    assert written["paper"][1] / written["paper"][0] > 3
 
 
 def test_rows_reset_one_by_one(config):
@@ -144,8 +145,8 @@ def test_rows_reset_one_by_one(config):
     fresh, _ = memory.scan(contents[:, :9], path[:, :9])
     for row, expected in enumerate((on, fresh, on)):
         assert after.steps[row] == expected.steps[row]
-        for name in after.cells:
-            torch.testing.assert_close(after.cells[name][row], expected.cells[name][row], rtol=1e-12, atol=1e-12)
+        for name in after.tensors:
+            torch.testing.assert_close(after.tensors[name][row], expected.tensors[name][row], rtol=1e-12, atol=1e-12)
 
 
 def test_budget_scan_of_every_frame_is_the_scan(config):
@@ -168,7 +169,7 @@ def test_budget_scan_keys_by_the_whole_path_and_writes_only_the_chosen(config):
     everything = memory.scan(torch.zeros(B, 60, C).double(), path)[1]
     where = at[..., None].expand(-1, -1, memory.width)
     for mine, full in ((readouts.g, everything.g), (readouts.dg, everything.dg)):
-        if not config.anchor:
+        if "anchor" not in memory.shapes:
             torch.testing.assert_close(mine, full.gather(1, where), rtol=1e-9, atol=1e-9)
     junk = torch.where(valid[..., None], contents, math.nan)
     for a, b in zip(tensors(memory.scan_at(junk, path, at, valid)), tensors(readouts), strict=True):
@@ -214,14 +215,27 @@ def test_gradients_of_a_scan_are_those_of_folded_steps(config):
     for t in range(9):
         state, readout = memory.step(state, contents[:, t], path[:, t])
         folded.append(readout)
-    expected = gradients(folded)
-    for context in (nullcontext(), quick(memory, fuse=False)):  # as it is, and as it is captured
-        with context:
-            found = gradients([memory.scan(contents, path)[1]])
-        for a, b in zip(found, expected, strict=True):
-            assert (a is None) == (b is None)
-            if a is not None:
-                torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-9)
+    for a, b in zip(gradients([memory.scan(contents, path)[1]]), gradients(folded), strict=True):
+        assert (a is None) == (b is None)
+        if a is not None:
+            torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-9)
+
+
+def test_a_deployed_memory_computes_the_same(config):
+    """Step, scan and budget scan; only slot memories are arranged anew."""
+    memory = make(config)
+    arranged = deployed(memory)
+    assert isinstance(arranged, DeployedMemory) == hasattr(memory, "slots")
+    assert arranged.shapes == memory.shapes
+    contents, path, valid = data()
+    (one, a), (other, b) = (m.scan(contents, path, valid) for m in (memory, arranged))
+    (_, c), (_, d) = (m.step(state, contents[:, 0], path[:, 0]) for m, state in ((memory, one), (arranged, other)))
+    at = torch.arange(4).expand(B, 4)
+    e, f = (m.scan_at(contents[:, :4], path, at) for m in (memory, arranged))
+    pairs = [(tensors(a), tensors(b)), (tensors(c), tensors(d)), (tensors(e), tensors(f))]
+    for mine, others in (*pairs, (one.tensors.values(), other.tensors.values())):
+        for x, y in zip(mine, others, strict=True):
+            torch.testing.assert_close(x, y, rtol=1e-10, atol=1e-10)
 
 
 BAD = {
@@ -246,11 +260,11 @@ def test_bad_input_is_named_and_leaves_the_state(what):
     memory = make(SMALL)
     contents, path, _ = data()
     state, _ = memory.scan(contents, path)
-    copy = MemoryState(state.steps.clone(), {n: c.clone() for n, c in state.cells.items()})
-    with pytest.raises(MemoryInputError, match=message):
+    copy = MemoryState(state.steps.clone(), {n: c.clone() for n, c in state.tensors.items()})
+    with pytest.raises(ObservationError, match=message):
         memory.step(state, *spoil(contents[:, 0], path[:, 0]))
     assert torch.equal(state.steps, copy.steps)
-    assert all(torch.equal(state.cells[n], copy.cells[n]) for n in copy.cells)
+    assert all(torch.equal(state.tensors[n], copy.tensors[n]) for n in copy.tensors)
 
 
 def test_bad_scans_are_named():
@@ -261,29 +275,29 @@ def test_bad_scans_are_named():
         ("valid: .* expected bool", (contents, path, valid.float())),
         (r"robot_state: \(3, 39\) rows and steps, expected content's \(3, 40\)", (contents, path[:, 1:])),
         (r"valid: \(3, 39\)", (contents, path, valid[:, 1:])),
-        ("state: cells", (contents, path, valid, make(replace(SMALL, name="gru")).init(B))),
+        ("state: tensors", (contents, path, valid, make(replace(SMALL, name="gru")).init(B))),
     ):
-        with pytest.raises(MemoryInputError, match=message):
+        with pytest.raises(ObservationError, match=message):
             memory.scan(*arguments)
-    with pytest.raises(MemoryInputError, match=f"at: from 0 to {T}, expected 0 to {T - 1}"):
+    with pytest.raises(ObservationError, match=f"at: from 0 to {T}, expected 0 to {T - 1}"):
         memory.scan_at(contents[:, :2], path, torch.tensor([[0, T]] * B))
-    with pytest.raises(MemoryInputError, match=r"at: .*float32"):
+    with pytest.raises(ObservationError, match=r"at: .*float32"):
         memory.scan_at(contents[:, :2], path, torch.zeros(B, 2))
     with pytest.raises(
-        MemoryInputError, match="robot_state: has a NaN"
+        ObservationError, match="robot_state: has a NaN"
     ):  # padding of contents does not excuse the path
         memory.scan_at(
             contents, path + torch.where(valid[..., None], 0.0, math.nan), torch.arange(T).expand(B, T), valid
         )
-    with pytest.raises(MemoryInputError, match=r"memory: parameters are torch\.bfloat16"):
+    with pytest.raises(ObservationError, match=r"memory: parameters are torch\.bfloat16"):
         make(SMALL, torch.bfloat16).scan(contents.bfloat16(), path.bfloat16())
     state = memory.init(B)
-    short = MemoryState(state.steps, state.cells | {"slots": state.cells["slots"][:1]})
-    with pytest.raises(MemoryInputError, match=r"state\.slots: 1 rows"):
+    short = MemoryState(state.steps, state.tensors | {"slots": state.tensors["slots"][:1]})
+    with pytest.raises(ObservationError, match=r"state\.slots: 1 rows"):
         memory.scan(contents, path, state=short)
-    with pytest.raises(MemoryInputError, match="batch: 0 rows"):
+    with pytest.raises(ObservationError, match="batch: 0 rows"):
         memory.init(0)
-    with pytest.raises(MemoryInputError, match="rows: "):
+    with pytest.raises(ObservationError, match="rows: "):
         memory.reset(memory.init(B), torch.tensor([0, 1, 2]))
 
 
@@ -291,32 +305,56 @@ def test_bad_scans_are_named():
     ("change", "message"),
     [
         ({"name": "transfomer"}, "memory name: .*did you mean 'transformer'"),
-        ({"gate": "closng"}, "memory gate: .*did you mean 'closing'"),
-        ({"start": "Pytorch"}, "memory start: .*did you mean 'pytorch'"),
-        ({"key": "xyz"}, "memory key: .*expected one of signature, logsignature"),
-        ({"tau": 0.0}, "memory tau: 0.0, expected a positive number"),
-        ({"slots": 0}, "memory slots: 0"),
+        ({"name": "xyz"}, "memory name: 'xyz' is not known; expected one of none, trace, paper"),
+        ({"channels": 0}, "memory channels: 0, expected a whole number, 1 or more"),
+        ({"content": 2.5}, "memory content: 2.5"),
+        ({"width": True}, "memory width: True"),
+        ({"hidden": "64"}, "memory hidden: '64'"),
+        ({"dropout": 1.0}, "memory dropout: 1.0, expected less than 1"),
+        ({"dropout": -0.1}, "memory dropout: -0.1, expected a number of 0 or more"),
+        ({"velocity_channels": (99,)}, r"memory velocity_channels: \(99,\), expected .* 0 to 2"),
+        ({"velocity_channels": (True,)}, "memory velocity_channels"),
+        ({"paper": PaperOptions(slots=3)}, "memory paper: has options for memory 'trace', expected them with paper"),
+        ({"paper": {"slots": 3}}, "memory paper: .*expected PaperOptions"),
     ],
 )
-def test_impossible_configurations_are_named(change, message):
-    with pytest.raises(ValueError, match=message):
+def test_impossible_configurations_are_named(change, message, monkeypatch):
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # it would refuse wrong types itself, in tests
+    with pytest.raises(UsageError, match=message):
         replace(SMALL, **change)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"slots": 0}, "memory paper.slots: 0, expected a whole number, 1 or more"),
+        ({"depth": 2.0}, "memory paper.depth: 2.0"),
+        ({"tau": 0.0}, "memory paper.tau: 0.0, expected a positive number"),
+        ({"tau": math.nan}, "memory paper.tau: nan"),
+        ({"identity": -1.0}, "memory paper.identity: -1.0, expected a number of 0 or more"),
+        ({"balance": math.inf}, "memory paper.balance: inf"),
+        ({"log_signature": "yes"}, "memory paper.log_signature: 'yes', expected true or false"),
+        ({"anchor": 1}, "memory paper.anchor: 1"),
+    ],
+)
+def test_impossible_options_of_the_papers_form_are_named(change, message, monkeypatch):
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+    with pytest.raises(UsageError, match=message):
+        PaperOptions(**change)
 
 
 def test_a_memory_without_parameters_knows_its_device():
     assert make(replace(SMALL, name="none")).to("meta").init(2).steps.device.type == "meta"
 
 
-def test_a_base_that_drives_steadily_is_not_at_rest():
-    """Where a channel is a velocity, the path's clock goes by its value: steady driving is way made, standing is not."""
+def test_a_base_that_inputss_steadily_is_not_at_rest():
+    """Where a channel is a velocity, the write rate goes by its value: steady driving is movement, standing is not."""
     contents, path, _ = data()
     steady = torch.zeros_like(path)
-    steady[:, : T // 2, 0] = 0.3  # drives, then stands; nothing else moves
-    for rates, writes in (((), False), ((0,), True)):
-        memory = make(replace(SMALL, clock="path", rates=rates))
+    steady[:, : T // 2, 0] = 0.3  # inputss, then stands; nothing else moves
+    for channels, writes in (((), False), ((0,), True)):
+        memory = make(replace(SMALL, velocity_channels=channels))
         memory.normaliser.fit([*path, *steady], memory.signature)
         beta = memory.scan(contents, steady)[1].routing.beta
         assert bool(beta[:, 1 : T // 2].sum() > 0.1) == writes
         assert float(beta[:, T // 2 + 1 :].sum()) < 1e-9
-    with pytest.raises(ValueError, match="rates"):
-        replace(SMALL, rates=(99,))

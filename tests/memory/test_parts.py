@@ -6,16 +6,16 @@ import numpy as np
 import pytest
 import torch
 
-from trace_memory.adapters import DiffusionAdapter, FeatureModulation, RegressionAdapter
+from trace_errors import DatasetError, UsageError
+from trace_memory.adapters import ConditionAdapter, FeatureModulation, RegressionAdapter, ResidualAdapter
 from trace_memory.losses import (
-    AuxiliaryWeights,
     auxiliary_losses,
     balance_loss,
     consistency_loss,
     entropy_loss,
     weighted,
 )
-from trace_memory.memory import Readout, Routing, history_indices
+from trace_memory.memory import AuxiliaryWeights, Readout, Routing, history_indices
 from trace_memory.normalise import STD_FLOOR, Normaliser
 from trace_memory.signature import LogSignature, Signature
 
@@ -71,7 +71,7 @@ def test_bad_episodes_are_named_and_change_nothing(episodes, message):
     signature = Signature(4, 2)
     normaliser = Normaliser(4, signature.dim)
     before = {n: b.clone() for n, b in normaliser.named_buffers()}
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(DatasetError, match=message):
         normaliser.fit(episodes, signature)
     assert all(torch.equal(b, before[n]) for n, b in normaliser.named_buffers())
 
@@ -127,27 +127,26 @@ def readout(slots: int) -> Readout:
 @pytest.mark.parametrize("slots", [0, 1, 4])
 def test_adapters(slots):
     r = readout(slots)
-    regression, diffusion = RegressionAdapter(8, 6), DiffusionAdapter(8, 8, [7, 3])
+    regression, condition = RegressionAdapter(8, 6), ConditionAdapter(8, 10)
     tokens = regression(r)
     assert tokens.shape == (2, 5, slots + 1, 6)
     summary = regression.summary(torch.cat([r.z, r.g, r.dg], -1))
     torch.testing.assert_close(tokens[..., -1, :], summary)
     torch.testing.assert_close(tokens[..., :-1, :], r.slots @ regression.W_M.weight.T)
-    assert (diffusion(r) == 0).all()  # silent at the start
-    assert [each(diffusion(r)).shape for each in diffusion.columns] == [(2, 5, 7), (2, 5, 3)]
-    torch.nn.init.eye_(diffusion.map.last.weight)
     pool = torch.einsum("btk,btkd->btd", r.alpha, r.slots)
-    inside = diffusion.map.first(torch.cat([pool, r.z, r.g, r.dg], -1))
-    torch.testing.assert_close(diffusion(r), torch.nn.functional.gelu(inside))
+    inside = torch.nn.functional.gelu(condition.map.first(torch.cat([pool, r.z, r.g, r.dg], -1)))
+    torch.testing.assert_close(condition(r), inside @ condition.map.last.weight.T)
+    assert condition(r).shape == (2, 5, 8)
 
 
-def test_weights_of_the_adapter_that_added_are_refused():
-    """Also where everything else fits, and whoever loads does not mind what is missing."""
-    adapter = DiffusionAdapter(8, 8, [7])
-    old = {name: x for name, x in adapter.state_dict().items() if not name.startswith("columns")}
-    with pytest.raises(RuntimeError, match="columns: none there, expected 1"):
-        adapter.load_state_dict(old, strict=False)
-    adapter.load_state_dict(adapter.state_dict())
+def test_a_residual_adds_nothing_at_the_start():
+    torch.manual_seed(0)
+    r, features, adapter = readout(4).at(0), torch.randn(2, 7, 16), ResidualAdapter(8, 16)
+    assert torch.equal(adapter(features, r), features)
+    torch.nn.init.eye_(adapter.attention.out_proj.weight)
+    tokens = adapter.tokens(r)
+    expected = features + adapter.attention(features, tokens, tokens)[0]
+    torch.testing.assert_close(adapter(features, r), expected)
 
 
 def test_feature_modulation_starts_as_the_identity():
@@ -171,7 +170,7 @@ def test_history_is_first_frame_strided_tail_and_now(t, budget, stride):
 
 
 def test_bad_histories_are_named():
-    with pytest.raises(ValueError, match="budget=1"):
+    with pytest.raises(UsageError, match="frames=1"):
         history_indices(torch.tensor([3]), 1, 4)
-    with pytest.raises(ValueError, match="t: minimum -1"):
+    with pytest.raises(UsageError, match="t: minimum -1"):
         history_indices(torch.tensor([3, -1]), 4, 4)

@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from trace_memory.config import MEMORIES
 from trace_memory.probe import ASK, DWELL, GLYPHS, PROBE_MEMORY, TRAVEL, ProbeModel, ProbeRun, ProbeTask, start, train
+from trace_memory.registry import METHODS
 
 
 def generator(seed=0):
@@ -53,37 +53,13 @@ def test_the_same_seed_gives_the_same_episodes():
     assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
-@pytest.mark.parametrize("name", MEMORIES)
+@pytest.mark.parametrize("name", METHODS)
 def test_every_memory_trains_a_step(name):
     torch.manual_seed(0)
     model = ProbeModel(replace(PROBE_MEMORY, name=name))
     model.loss(ProbeTask(delay=16).sample(4, generator())).backward()
     grads = [p.grad for p in model.see.parameters()]
     assert all(g is not None and torch.isfinite(g).all() for g in grads)
-
-
-def test_few_episodes_come_again_and_paths_are_borrowed(monkeypatch):
-    """Only so many episodes are learnt from; with borrowed paths they see what they saw and are addressed by another's."""
-    run = ProbeRun(task=ProbeTask(delay=16), few=6, borrowed=0.5, batch=4, pace=1.0, updates=30, every=100)
-    model, lent, seen = start(run), [], []
-    losses = type(model).loss
-
-    def loss(batch, lender):
-        seen.extend(batch.path.sum((1, 2)).tolist())
-        lent.append((lender != torch.arange(4)).float().mean())
-        own = model.content(batch.images, batch.path)
-        expected = model.memory.scan(own, batch.path[lender])[1].at(-1)
-        wanted = torch.nn.functional.cross_entropy(model.classify(expected, own[:, -1]), batch.answer)
-        found = losses(model, batch, lender)
-        torch.testing.assert_close(found, wanted)
-        return found
-
-    monkeypatch.setattr(model, "loss", loss)
-    assert list(train(run, model)) == []
-    assert len(set(seen)) == 6
-    assert (
-        0.2 < float(torch.stack(lent).mean()) < 0.5
-    )  # half of them draw another, and one in four of those draws itself
 
 
 def test_trace_learns_and_no_memory_cannot():

@@ -9,7 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trace_memory.signature import LogSignature, Signature
+from trace_errors import UsageError
+from trace_memory import signature as home
+from trace_memory.signature import LogSignature, Signature, lyndon_words
 
 FADES = [math.inf, 3.0]
 KINDS = [Signature, LogSignature]
@@ -63,6 +65,11 @@ def test_log_signature_agrees_with_pysiglib(depth):
     torch.testing.assert_close(xi[:, -1], pysiglib.log_sig(points, depth, method=1), rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.parametrize(("letters", "longest"), [(1, 3), (2, 6), (3, 4), (17, 3)])
+def test_lyndon_words_agree_with_pysiglib(letters, longest):
+    assert lyndon_words(letters, longest) == [tuple(word) for word in pysiglib.lyndon_words(letters, longest)]
+
+
 def test_dimensions_of_the_paper():
     assert [Signature(17, p).dim for p in (1, 2, 3, 4)] == [17, 306, 5219, 88740]
     assert [LogSignature(17, p).dim for p in (1, 2, 3, 4)] == [17, 153, 1785, 22593]
@@ -105,7 +112,11 @@ def test_stream_goes_on_from_a_state_and_skips_padding(kind, fade):
 @pytest.mark.parametrize("fade", FADES)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("length", [10, 60])  # below and above where pysiglib takes over
-def test_chosen_indices_equal_the_stream(kind, fade, length):
+@pytest.mark.parametrize("installed", [True, False])
+def test_chosen_indices_equal_the_stream(kind, fade, length, installed, monkeypatch):
+    """With pysiglib, and without."""
+    if not installed:
+        monkeypatch.setattr(home, "_pysiglib", lambda: None)
     points = path(5, 3, length, 4)
     signature = kind(4, 3, fade)
     last = length - 1
@@ -197,5 +208,5 @@ def test_a_fading_signature_keeps_its_range_on_an_endless_path():
 
 @pytest.mark.parametrize("numbers", [(0, 3, 1.0), (3, 0, 1.0), (3, 3, 0.0), (3, 3, math.nan)])
 def test_impossible_sizes_are_refused(numbers):
-    with pytest.raises(ValueError, match="must be positive"):
+    with pytest.raises(UsageError, match="must be positive"):
         Signature(*numbers)
