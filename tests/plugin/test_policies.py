@@ -578,7 +578,7 @@ def test_weights_of_version_0_1_are_refused(dataset, tmp_path):
     weights = load_file(tmp_path / "model.safetensors")
     old = {name.replace("memory_head.", "recall."): x for name, x in weights.items()}
     save_file(old, tmp_path / "model.safetensors", {"format": "pt"})
-    with pytest.raises(CheckpointError, match="weights of version 0.1"):
+    with pytest.raises(CheckpointError, match=r"weights of version 0.1"):
         TraceActPolicy.from_pretrained(tmp_path)
 
 
