@@ -37,7 +37,7 @@ from lerobot_policy_trace import (
 from lerobot_policy_trace import session as session_module
 from lerobot_policy_trace.capture import Programs
 from lerobot_policy_trace.episodes import MemoryInputs
-from lerobot_policy_trace.memory_head import Content
+from lerobot_policy_trace.memory_head import FORM, Content
 from lerobot_policy_trace.networks import MemoryBlock, MemoryUnet
 from lerobot_policy_trace.paths import Paths
 from trace_errors import CheckpointError, DatasetError, UsageError
