@@ -1,6 +1,6 @@
 """How closely does a policy follow demonstrations? Each run of `tracemem train` sees some of the episodes it was trained on,
 step by step as a robot would, and its actions are compared with the demonstrated ones: mean absolute error in standard
-deviations of each channel that moves. docs/decisions/0016.
+deviations of each channel that moves.
 
     python benchmarks/followed.py outputs/demo/seed-0/data outputs/demo/seed-0/none outputs/demo/seed-0/trace
 """
@@ -8,31 +8,26 @@ deviations of each channel that moves. docs/decisions/0016.
 import argparse
 from pathlib import Path
 
-import numpy as np
 import torch
 from lerobot.utils.constants import ACTION, OBS_STATE
 
-from trace_lab.evaluate import configuration, find, pilot
+from lerobot_policy_trace.loading import load_policy
 from trace_lab.frames import FrameStore, open_dataset, open_frames
 
 
 def error(store: FrameStore, run: Path, episodes: int) -> float:
     """Of a run on the first episodes of a store, as long as the shortest of them goes on."""
-    folder, _ = find(run)
-    config = configuration(folder, "cpu")
-    crew, actions = pilot(folder, config, seed=0), store.columns[ACTION]
+    policy, before, after = load_policy(run / "checkpoints" / "last" / "pretrained_model")
+    actions, missed = store.columns[ACTION], []
     std = actions.std(0)
-    cameras = {name.removeprefix("observation.images."): name for name in config.image_features}
-    missed = []
+    torch.manual_seed(0)
+    policy.reset()
     for step in range(int(store.lengths[:episodes].min())):
         rows = store.starts[:episodes] + step
-        seen = {short: (store.pictures(name, rows) * 255).round().byte() for short, name in cameras.items()}
-        observation = {
-            "agent_pos": store.columns[OBS_STATE][rows].numpy(),
-            "episode_step": np.full(len(rows), step),
-            "pixels": {short: pictures.permute(0, 2, 3, 1).numpy() for short, pictures in seen.items()},
-        }
-        missed.append((torch.from_numpy(crew.act(observation)) - actions[rows]).abs().mean(0))
+        seen = {name: store.pictures(name, rows) for name in policy.config.image_features}
+        with torch.inference_mode():
+            made = after(policy.select_action(before(seen | {OBS_STATE: store.columns[OBS_STATE][rows]})))
+        missed.append((made - actions[rows]).abs().mean(0))
     return float((torch.stack(missed).mean(0) / std)[std > 1e-6].mean())
 
 

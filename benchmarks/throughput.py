@@ -2,7 +2,6 @@
 same batch of targets. Prints a table, and with --json also writes it.
 
     python benchmarks/throughput.py DATASET --batch 256 --workers 4 16
-    python benchmarks/throughput.py DATASET --side-by-side 1 4 8
 """
 
 import argparse
@@ -19,8 +18,8 @@ import torch
 from accelerate import Accelerator
 
 from trace_lab.frames import open_dataset, open_frames
-from trace_lab.recipe import recipe
-from trace_lab.train import Training
+from trace_lab.recipe import parse, recipe
+from trace_lab.training import Training
 
 
 def stock(dataset: Path, batch: int, workers: int, steps: int, device: str) -> dict:
@@ -58,8 +57,7 @@ def clock(work, repeats: int, device: str) -> float:
 def ours(store, changes: dict, memory: str, repeats: int, device: str) -> dict:
     """An update of our engine, and its parts apart."""
     made = recipe("paper", "act", memory, changes)
-    accelerator = Accelerator(cpu=device == "cpu", mixed_precision="bf16" if device == "cuda" else "no")
-    training = Training.begin(made, 0, store, accelerator)
+    training = Training.begin(made, 0, store, Accelerator(cpu=device == "cpu", mixed_precision="no"))
     begin = time.perf_counter()
     training.update()
     row = {"first update s": round(time.perf_counter() - begin, 1)}
@@ -68,7 +66,8 @@ def ours(store, changes: dict, memory: str, repeats: int, device: str) -> dict:
     step = clock(training.update, repeats, device)
     row |= {"targets/s": 1e3 * made.batch / step, "update ms": step}
     if memory != "none":
-        row |= parts(training, repeats, device)
+        apart = parts(training, repeats, device)
+        row |= apart | {"policy ms": step - sum(apart.values())}  # and the optimiser's step
     if device == "cuda":
         row["peak GB"] = torch.cuda.max_memory_allocated() / 1e9
         torch.cuda.reset_peak_memory_stats()
@@ -76,47 +75,27 @@ def ours(store, changes: dict, memory: str, repeats: int, device: str) -> dict:
 
 
 def parts(training: Training, repeats: int, device: str) -> dict:
-    """Forward and backward of the encoder, the scan and the policy, each alone."""
+    """What an update does before the policy: the batch; forward and backward of encoder and scan, each alone."""
     policy, batches = training.policy, training.batches
-    batch, _ = next(iter(batches.at(0)))
-    now = batch["episodes"]
-    with training.accelerator.autocast():
-        maps = [x.detach() for x in policy._teach(now)]
-    path = now.states[now.written]
-    contents = policy.recall.content(maps, now.states).detach().float()[now.written]
+    batch = batches.at(0)
+    known, captured = batch.memory, None if training.programs is None else training.programs.scan
+    with training.autocast, torch.no_grad():
+        maps = policy.encode(list(batch.frames))
+        contents = policy.memory_head.content(maps, known.states).float()[known.written]
     contents.requires_grad_()
 
     def encode() -> None:
-        with training.accelerator.autocast():
-            sum(x.float().mean() for x in policy._teach(now)).backward()
+        with training.autocast:
+            sum(x.float().mean() for x in policy.encode(list(batch.frames))).backward()
 
     def scan() -> None:
-        if policy.captured is not None:
-            policy.captured(contents, path, now.valid).z.sum().backward()
+        if captured is not None:
+            captured(contents, known.path, known.valid).z.sum().backward()
         else:
-            policy.recall.memory.scan(contents, path, now.valid)[1].z.sum().backward()
+            policy.memory_head.memory.scan(contents, known.path, known.valid)[1].z.sum().backward()
 
-    kept = policy._teach, policy.captured
-    with torch.no_grad():
-        readouts = policy.recall.memory.scan(contents, path, now.valid)[1]
-
-    def act() -> None:
-        policy._teach, policy.captured = (lambda _: maps), (lambda *_: readouts)
-        try:
-            with training.accelerator.autocast():
-                training.model(batch)[0].backward()
-        finally:
-            policy._teach, policy.captured = kept
-
-    named = {"data ms": lambda: next(iter(batches.at(0))), "encoder ms": encode, "scan ms": scan, "policy ms": act}
+    named = {"data ms": lambda: batches.at(0), "encoder ms": encode, "scan ms": scan}
     return {name: clock(work, repeats, device) for name, work in named.items()}
-
-
-def side_by_side(dataset: Path, counts: list[int], changes: list[str], seconds: float) -> list[dict]:
-    """Total targets a second of several trainings at once on one device."""
-    from trace_lab.packing import measure
-
-    return [vars(row) for row in measure(dataset, counts, changes, seconds)]
 
 
 def table(rows: list[dict]) -> str:
@@ -131,7 +110,6 @@ def main() -> None:
     parser.add_argument("dataset", type=Path)
     parser.add_argument("--batch", type=int, default=256)
     parser.add_argument("--episodes", type=int, nargs="+", default=[4], help="episodes among which a batch is divided")
-    parser.add_argument("--taught", type=float, nargs="+", default=[1.0])
     parser.add_argument("--workers", type=int, nargs="*", default=[4])
     parser.add_argument("--steps", type=int, default=40, help="updates of each measurement")
     parser.add_argument(
@@ -139,7 +117,6 @@ def main() -> None:
     )
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--set", nargs="*", default=[])
-    parser.add_argument("--side-by-side", type=int, nargs="*", default=[])
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     rows = []
@@ -148,30 +125,21 @@ def main() -> None:
         rows.append({"what": what} | row)
         print(table(rows[-1:]), flush=True)
 
-    if given.batch:
-        from trace_lab.recipe import parse
-
-        extra = parse(given.set)
-        begin = time.perf_counter()
-        store = open_frames(open_dataset(given.dataset), given.device)
-        rows.append(
-            {"what": f"decoding {store.bytes / 1e9:.2f} GB into {store.place}", "s": time.perf_counter() - begin}
-        )
-        for episodes in given.episodes:
-            for taught in given.taught:
-                changes = {"episodes": episodes, "targets": given.batch // episodes, "taught": taught} | extra
-                name = f"TRACE-ACT, {episodes} episodes x {given.batch // episodes} targets, taught {taught}"
-                note(name, ours(store, changes, "trace", given.steps, given.device))
-        changes = {"episodes": given.episodes[0], "targets": given.batch // given.episodes[0]} | extra
-        note("ACT without memory, our engine", ours(store, changes, "none", given.steps, given.device))
-        del store
-        for workers in given.workers:
-            steps = given.stock_steps or 16 + 4 * workers
-            row = stock(given.dataset, given.batch, workers, steps, given.device)
-            note(f"stock ACT, lerobot-train, {workers} workers", row)
-    if given.side_by_side:
-        for row in side_by_side(given.dataset, given.side_by_side, given.set, 20.0):
-            note(f"{row.pop('count')} trainings at once", row)
+    extra = parse(given.set)
+    begin = time.perf_counter()
+    store = open_frames(open_dataset(given.dataset), given.device)
+    rows.append({"what": f"decoding {store.bytes / 1e9:.2f} GB into {store.place}", "s": time.perf_counter() - begin})
+    for episodes in given.episodes:
+        changes = {"episodes": episodes, "targets": given.batch // episodes} | extra
+        name = f"TRACE-ACT, {episodes} episodes x {given.batch // episodes} targets"
+        note(name, ours(store, changes, "trace", given.steps, given.device))
+    changes = {"episodes": given.episodes[0], "targets": given.batch // given.episodes[0]} | extra
+    note("ACT without memory, our engine", ours(store, changes, "none", given.steps, given.device))
+    del store
+    for workers in given.workers:
+        steps = given.stock_steps or 16 + 4 * workers
+        row = stock(given.dataset, given.batch, workers, steps, given.device)
+        note(f"stock ACT, lerobot-train, {workers} workers", row)
     print(table(rows))
     if given.json:
         given.json.write_text(json.dumps(rows, indent=1))

@@ -14,7 +14,16 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("[a-z]*/README.md"), *ROOT.glob("docs/*.md")])
-PROGRAMS = ("tracemem", "lerobot-train", "lerobot-eval", "lerobot-rollout", "make", "pip", "python", "tools/pack_checkpoint")
+PROGRAMS = (
+    "tracemem",
+    "lerobot-train",
+    "lerobot-eval",
+    "lerobot-rollout",
+    "make",
+    "pip",
+    "python",
+    "tools/pack_checkpoint",
+)
 
 NOT_RUN = {  # program and first word -> why: run once by hand before a release
     (
@@ -44,6 +53,10 @@ SHORTER = {  # program and first word -> sizes
     ("lerobot-eval", None): "--eval.n_episodes=1 --eval.batch_size=1 --env.limit=4",
     ("lerobot-rollout", None): "--duration=2",
 }
+SIZES = {
+    "lerobot-eval": "--env.size=32",
+    "lerobot-rollout": "--robot.size=32",
+}  # those of `collect` above, if none is printed
 INCONCLUSIVE = {"probe-task": {0, 1}}  # so few episodes prove nothing either way
 
 
@@ -112,13 +125,17 @@ class Reader:
         """Once, after what it needs."""
         if command in self.done:
             return
-        needed = {other.makes: other for other in reversed(commands()) if command.needs(other)}  # the first that makes it
+        needed = {
+            other.makes: other for other in reversed(commands()) if command.needs(other)
+        }  # the first that makes it
         for other in needed.values():
             self.run(other)
         self.done.add(command)
         words = [*command.words]
         if "TRACE_FULL" not in os.environ:
             words += [word for extra in command.matching(SHORTER) for word in extra.split()]
+            if (size := SIZES.get(command.program, "")).split("=")[0] not in command.line:
+                words.append(size)
         program, *arguments = words
         if program == "tracemem":
             program, arguments = sys.executable, ["-m", "trace_lab.cli", *arguments]

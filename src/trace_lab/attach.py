@@ -6,7 +6,9 @@ from typing import Any
 import tyro
 from rich.console import Console
 
-from trace_errors import CheckpointError, UsageError
+from trace_errors import UsageError
+from trace_lab.recipe import known
+from trace_memory.registry import METHODS
 
 
 def attach(checkpoint: tyro.conf.Positional[Path], out: Path, memory: str = "trace") -> int:
@@ -24,8 +26,9 @@ def attach(checkpoint: tyro.conf.Positional[Path], out: Path, memory: str = "tra
         raise UsageError(f"--out: {out} exists already: choose another folder")
     if memory == "none":
         raise UsageError("--memory: got 'none', which is the policy you have; expected a memory")
+    known("--memory", memory, list(METHODS))
     if not (checkpoint / "config.json").exists():
-        raise CheckpointError(
+        raise UsageError(
             f"{checkpoint}: no config.json there, expected a folder like checkpoints/last/pretrained_model"
         )
     from lerobot_policy_trace import MemoryOptions, TraceActPolicy, TraceDiffusionPolicy

@@ -65,8 +65,9 @@ def side_by_side(shown: Sequence[Take], out: Path) -> Path:
     """Writes an animated WebP of under 2 MB: the same episode as each policy did it, in step. What came of it is written
     below when a policy has finished; whoever ends first stands still.
     """
-    from PIL import Image, ImageDraw
+    from PIL import Image, ImageDraw, ImageFont
 
+    font = ImageFont.load_default(size=13)
     films = [frames(take.video) for take in shown]
     longest, rate = max(len(each) for each, _ in films), films[0][1]
     for width, quality in TRIES:
@@ -77,10 +78,12 @@ def side_by_side(shown: Sequence[Take], out: Path) -> Path:
             words = ImageDraw.Draw(whole)
             for place, (take, (film, _)) in enumerate(zip(shown, films, strict=True)):
                 whole.paste(film[min(number, len(film) - 1)].resize((width, height)), (place * width, BAR))
-                words.text((place * width + 6, 5), take.policy, fill="black")
+                words.text((place * width + 6, 3), take.policy, fill="black", font=font)
                 if number >= len(film) - 1:
                     mark = {None: "gray", True: "darkgreen", False: "firebrick"}[take.right]
-                    words.text((place * width + 6, height + BAR + 5), take.caption.partition(": ")[2], fill=mark)
+                    words.text(
+                        (place * width + 6, height + BAR + 3), take.caption.partition(": ")[2], fill=mark, font=font
+                    )
             pictures.append(whole)
         lasts = [round(1000 / rate)] * (longest - 1) + [round(1000 * HELD)]
         temporary = out.with_name(f"{out.name}.tmp")

@@ -20,8 +20,8 @@ BACKBONES = ("trained", "frozen")
 PRECISIONS = ("auto", "bf16", "float32")
 OWN_PATH = ("none", "signature-only")  # never addressed by another's path: nothing is, or nothing else is known
 
-# Options of a memory that `--set memory.NAME=VALUE` changes, with what each is: those of the plug-in's `MemoryOptions`, whose
-# import takes too long to find out that a name is misspelt. `memory.paper.NAME` are those of `PaperOptions`.
+# Options of a memory that `--set memory.NAME=VALUE` changes, with what each is: those of the plug-in's `MemoryOptions`,
+# whose import takes too long to find out that a name is misspelt. `memory.paper.NAME` are those of `PaperOptions`.
 MEMORY_OPTIONS: dict[str, Any] = {
     "width": int, "hidden": int, "attach": str, "period": int, "history_frames": int, "history_stride": int,
     "dropout": float, "velocity_channels": list,

@@ -5,6 +5,7 @@ page says between two marks which tables of which set it wants; what is typed th
 import json
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -12,7 +13,7 @@ import tyro
 from rich.console import Console
 
 from trace_errors import RunError, UsageError
-from trace_lab.results import Reading, manifest, manifest_of, read, whole, write
+from trace_lab.results import label, manifest, manifest_of, read, whole, write
 from trace_lab.tables import Table, draw, markdown
 from trace_lab.tables import report as tables_of
 
@@ -30,17 +31,26 @@ def set_of(name: str, folder: Path) -> Path:
 
 
 def tables(name: str, folder: Path, methods: tuple[str, ...] = ()) -> dict[str, Table]:
-    """All tables of a set, or of some of its methods."""
+    """All tables of a set; of some of its methods only the rows, whose numbers stay what they are in the whole set."""
     reading = read(set_of(name, folder))
-    if methods:
-        chosen = [tuple(f"{each}+none".split("+")[:2]) for each in methods]
-        met = {each.method for each in reading.rollouts}
-        if strange := ["+".join(each) for each in chosen if each not in met]:
-            raise RunError(
-                f"{name}: of: got {', '.join(strange)}, expected some of {', '.join(map('+'.join, sorted(met)))}"
-            )
-        reading = Reading(tuple(each for each in reading.rollouts if each.method in chosen), reading.notes)
-    return tables_of(reading)
+    made = tables_of(reading)
+    if not methods:
+        return made
+    chosen = {(policy, memory or "none") for policy, _, memory in (each.partition("+") for each in methods)}
+    met = {each.method for each in reading.rollouts}
+    if strange := ["+".join(each) for each in sorted(chosen - met)]:
+        known = ", ".join(map("+".join, sorted(met)))
+        raise RunError(f"{name}: of: got {', '.join(strange)}, expected some of {known}")
+    shown, others = {label(each) for each in chosen}, tuple(f"{label(each)}: " for each in met - chosen)
+    some = f"{len(chosen)} of the set's {len(met)} methods are shown."
+    return {
+        key: replace(
+            table,
+            rows=[row for row in table.rows if row[0] in shown],
+            notes=(table.notes[0], some, *(note for note in table.notes[1:] if not note.startswith(others))),
+        )
+        for key, table in made.items()
+    }
 
 
 def filled(page: str, where: str, folder: Path, known: dict[str, dict[str, Table]]) -> str:

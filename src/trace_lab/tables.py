@@ -114,6 +114,13 @@ def _main(study: Study) -> Table:
     return _beside(table, f"{FIRST}{by_chance}", BALANCED, [study.firsts(method) for method in study.methods])
 
 
+def _summary(study: Study) -> Table:
+    by_chance = "" if study.guess is None else f" (chance: {study.guess:.1f})"
+    table = _averages("Progress (%) ± SE", study, {"Average progress": study.tasks}, _score)
+    table = _beside(table, f"{FIRST}{by_chance}", BALANCED, [study.firsts(method) for method in study.methods])
+    return _beside(table, "Trainings", str, [len(study.trainings[method]) for method in study.methods])
+
+
 def _leave_one_out(study: Study) -> Table:
     over = {"All tasks": study.tasks}
     over |= {f"Drop {task}": [other for other in study.tasks if other != task] for task in study.tasks}
@@ -156,10 +163,11 @@ def _branches(study: Study) -> Table:
     return Table("Branch accuracy (%) with Wilson 95 % intervals", columns | rates, rows)
 
 
-def _waits(study: Study) -> Table:
+def _waits(study: Study, *, by_task: bool) -> Table:
     rows: list[tuple[Any, ...]] = [
         (label(each.method), each.tasks[0] if len(each.tasks) == 1 else "all", *each.progress, *each.in_time)
         for each in stats.waiting(study)
+        if by_task or list(each.tasks) == study.tasks
     ]
     shows = dict.fromkeys(("Progress, shorter waits", "longest quarter"), "{:.1f}".format)
     counts = dict.fromkeys(("Lamp in time, shorter waits", "in time, longest quarter"), COUNTED_OF)
@@ -233,11 +241,13 @@ def report(reading: Reading, reference: Method | None = None) -> dict[str, Table
         raise ValueError(f"reference: got {reference}, expected one of {list(study.methods)}")
     tables = {
         "main": _main(study),
+        "summary": _summary(study),
         "leave_one_task_out": _leave_one_out(study),
         "tool": _tool(study, reference),
         "failures": _failures(study),
         "branches": _branches(study),
-        "waits": _waits(study),
+        "waits": _waits(study, by_task=False),
+        "waits_by_task": _waits(study, by_task=True),
         **{
             key: table
             for key, table in {"leads": _leads(study), "pairs": _pairs(study), "cues": _cues(study)}.items()

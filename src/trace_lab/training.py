@@ -35,7 +35,7 @@ DIVERGED = "The last checkpoint is from before that. A smaller lr, memory_lr or 
 TOO_LARGE = "Less at once: --set episodes=4, or memory.period=4 (docs/training.md)"
 
 
-class Stopped(KeyboardInterrupt):  # noqa: N818
+class Stopped(KeyboardInterrupt):
     """Asked to stop; everything is saved. The message says so."""
 
 

@@ -10,11 +10,11 @@ from lerobot.policies.act.configuration_act import ACTConfig
 from lerobot.policies.act.modeling_act import ACTPolicy
 from lerobot.policies.diffusion.configuration_diffusion import DiffusionConfig
 from lerobot.policies.diffusion.modeling_diffusion import DiffusionPolicy
+from lerobot_policy_trace.learning import EPISODES, Episodes
 from torch import Tensor, nn
 
 from goldens import material
 from lerobot_policy_trace import MemoryOptions, TraceActConfig, TraceDiffusionConfig
-from lerobot_policy_trace.learning import EPISODES, Episodes
 from lerobot_policy_trace.modeling_trace import TraceActPolicy, TraceDiffusionPolicy
 from lerobot_policy_trace.paths import Paths
 from trace_memory import adapters as adapting
@@ -47,6 +47,10 @@ def memory(**options: Any) -> nn.Module:
     if "rates" in chosen:
         chosen["rates"] = tuple(chosen["rates"])
     return build(replace(PRESETS[chosen.pop("preset")], **chosen))
+
+
+def tensors(state: Any) -> dict[str, Tensor]:
+    return state.cells
 
 
 def named(module: nn.Module) -> dict[str, Tensor]:

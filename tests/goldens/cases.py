@@ -90,7 +90,7 @@ def remembered(api: Any, *, dtype: torch.dtype, method: str, options: dict[str, 
     memory = api.memory(channels=CHANNELS, content=CONTENT, width=width, hidden=24, **options).to(dtype).eval()
     named = api.named(memory)
     material.fill(named)
-    found: Found = {f"weight {n}": x for n, x in named.items() if not n.endswith(("mask", "_like", "rates"))}
+    found: Found = {f"weight {n}": x for n, x in named.items() if x.is_floating_point() and n != "_like"}
     contents, path, valid = sequences(dtype, width)
     state = memory.init(ROWS)
     with torch.no_grad():
@@ -99,13 +99,13 @@ def remembered(api: Any, *, dtype: torch.dtype, method: str, options: dict[str, 
                 state = memory.reset(state, torch.tensor([False, True, False]))
             state, readout = memory.step(state, contents[:, t], path[:, t])
             found |= {f"step{key}": x for key, x in said(readout, f" {t}").items()}
-    found |= {f"state {name}": x for name, x in state.cells.items()} | {"state steps": state.steps}
+    found |= {f"state {name}": x for name, x in api.tensors(state).items()} | {"state steps": state.steps}
     contents.requires_grad_()
     if dtype == F64:
         after, readouts = memory.scan(contents, path, valid, state)
-        found |= said(readouts, "on") | {f"after {n}": x for n, x in after.cells.items()}
+        found |= said(readouts, "on") | {f"after {n}": x for n, x in api.tensors(after).items()}
     after, readouts = memory.scan(contents, path, valid)
-    found |= said(readouts, "scan") | {f"last {n}": x for n, x in after.cells.items()}
+    found |= said(readouts, "scan") | {f"last {n}": x for n, x in api.tensors(after).items()}
     losses = api.auxiliary_losses(readouts, valid)
     found |= {f"loss {n}": x for n, x in losses.items()}
     probe = probed(readouts) + sum(losses.values())
@@ -188,7 +188,7 @@ case("adapters", F64, adapters)
 
 # -- policies ----------------------------------------------------------------------------------------------------------
 
-TRACE = {"name": "trace", "width": 24, "hidden": 16, "velocity_channels": VELOCITIES, "dropout": 0.0}
+TRACE = {"name": "trace", "width": 24, "hidden": 24, "velocity_channels": VELOCITIES, "dropout": 0.0}
 PAPERS = TRACE | {"name": "paper", "velocity_channels": []}
 ACT = {
     "dim_model": 32, "n_heads": 4, "dim_feedforward": 48, "n_encoder_layers": 1, "n_decoder_layers": 2,
@@ -291,7 +291,7 @@ def targets(policy: Any, dtype: torch.dtype, episodes: list[int], times: list[li
 
 def learned(api: Any, policy: Any, loss: Tensor, logs: dict[str, Any]) -> Found:
     """A loss, what it is made of, and its gradients."""
-    found = {"loss total": loss} | {f"log {n}": torch.as_tensor(x) for n, x in (logs or {}).items()}
+    found = {"loss total": loss} | {f"log {n}": torch.as_tensor(x, dtype=F64) for n, x in (logs or {}).items()}
     if loss.dtype == F32:  # a rounding that moves one number past a ReLU's corner is more than a tolerance in gradients
         return found
     loss.backward()

@@ -1,6 +1,7 @@
 """The comparison: the right jobs in the right order, nothing twice, failures told; and its tables and set at the end."""
 
 import json
+import shlex
 import subprocess
 import sys
 import threading
@@ -252,7 +253,7 @@ def test_what_could_not_be_done_is_an_error_after_the_tables(tmp_path, fake, cap
     assert main(words(out)) == 1
     told = capsys.readouterr()
     assert "2 of 5 jobs could not be done. Cable: act+trace, seed 0: the last words" in told.err
-    assert "| ACT | 50.0" in (out / "tables.md").read_text()
+    assert "| ACT | **50.0 ± 0.0** |" in (out / "tables.md").read_text()
     unfinished = results.manifest(out / "results.parquet")["unfinished"]
     assert unfinished == ["Cable: act+trace, seed 0", "Cable: act+trace, seed 0, evaluation"]
 
@@ -329,3 +330,16 @@ def test_groups_of_methods():
     assert method("diffusion+lru") == ("diffusion", "lru")
     with pytest.raises(UsageError):
         method("")
+
+
+def lists() -> list[list[str]]:
+    """The commands of experiments/."""
+    files = sorted((Path(__file__).parents[2] / "experiments").glob("*.sh"))
+    return [shlex.split(line)[1:] for file in files for line in file.read_text().splitlines() if line[:1] not in "#"]
+
+
+@pytest.mark.parametrize("command", [each for each in lists() if each[0] == "compare"], ids=" ".join)
+def test_the_lists_of_experiments_can_be_planned(command, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main([*command, "--plan-only"]) == 0
+    assert "jobs to do" in capsys.readouterr().out

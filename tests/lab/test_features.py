@@ -11,20 +11,21 @@ from safetensors.torch import load_file, save_file
 from torchvision.models import resnet18
 from torchvision.ops import FrozenBatchNorm2d
 
-from lerobot_policy_trace.backbone import calibrate
-from lerobot_policy_trace.capturing import Flat, FlatUnet
+from lerobot_policy_trace.capture import Programs
+from lerobot_policy_trace.encoder import calibrate
+from trace_errors import DatasetError, RunError, UsageError
 from trace_lab import features
-from trace_lab.features import LOOKS, Encoding, Features
-from trace_lab.frames import FramesError, open_dataset, open_frames
+from trace_lab.features import VARIANTS, Encoding, FeatureMaps
+from trace_lab.frames import open_dataset, open_frames
 from trace_lab.policy import cameras
-from trace_lab.recipe import RecipeError, recipe
-from trace_lab.run import RunError
-from trace_lab.train import Training, run_training
+from trace_lab.recipe import recipe
+from trace_lab.sampling import Batches
+from trace_lab.training import Training, run_training
 
 SMALL = {
     "backbone": "frozen", "steps": 4, "episodes": 2, "targets": 3, "checkpoint": 2, "policy.dim_model": 32,
     "policy.n_heads": 2, "policy.dim_feedforward": 32, "policy.n_encoder_layers": 1, "policy.n_vae_encoder_layers": 1,
-    "policy.chunk_size": 8, "policy.n_action_steps": 4, "memory.update_every": 32, "memory.depth": 2,
+    "policy.chunk_size": 8, "policy.n_action_steps": 4, "memory.period": 32,
     "memory.width": 32, "memory.hidden": 32, "cameras": "overhead",
 }  # fmt: skip
 
@@ -49,29 +50,35 @@ def test_normalisations_get_the_statistics_of_pictures():
     torch.manual_seed(0)
     backbone = resnet18(weights=None, norm_layer=FrozenBatchNorm2d)
     pictures = torch.rand(16, 3, 32, 32) + 3.0
-    seen = []
-    backbone.bn1.register_forward_hook(lambda _module, _given, out: seen.append(out.clone()))  # ReLU works in place
     with torch.no_grad():
-        backbone(pictures)
+        before = backbone.bn1(backbone.conv1(pictures))
         calibrate(backbone, pictures)
+        after = backbone.bn1(backbone.conv1(pictures))
+        seen = []
+        for module in backbone.modules():
+            if isinstance(module, FrozenBatchNorm2d):
+                module.register_forward_hook(
+                    lambda _module, _given, out: seen.append(out.clone())
+                )  # ReLU works in place
         backbone(pictures)
-    assert seen[0].mean((0, 2, 3)).abs().max() > 0.5
-    assert seen[-1].mean((0, 2, 3)).abs().max() < 1e-3
-    torch.testing.assert_close(seen[-1].std((0, 2, 3)), torch.ones(64), atol=1e-2, rtol=0)
+    assert before.mean((0, 2, 3)).abs().max() > 0.5
+    assert after.mean((0, 2, 3)).abs().max() < 1e-3
+    assert max(float(each.mean((0, 2, 3)).abs().max()) for each in seen) < 1e-2  # in every layer
+    torch.testing.assert_close(after.std((0, 2, 3)), torch.ones(64), atol=1e-2, rtol=0)
 
 
 @pytest.mark.parametrize("policy", ["act", "diffusion"])
 @pytest.mark.parametrize("memory", ["none", "trace"])
 def test_what_is_encoded_once_teaches_what_pictures_teach(dataset, memory, policy):
     training = begin(dataset, memory, policy=policy)
-    policy, batches = training.policy, training.batches
-    torch.manual_seed(0)
-    fast = [policy(batch)[0] for batch, _ in batches.at(0)]
-    batches.features, policy.backbone_frozen = None, False
-    torch.manual_seed(0)
-    slow = [policy(batch)[0] for batch, _ in batches.at(0)]
-    for a, b in zip(fast, slow, strict=True):
-        torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-4)
+    policy, fast = training.policy, training.batches
+    slow = Batches(fast.store, fast.config, fast.prepare, fast.recipe, fast.seed)  # of pictures
+    assert (fast.at(0).encoded, slow.at(0).encoded) == (True, False)
+    losses = []
+    for batches in (fast, slow):
+        torch.manual_seed(0)
+        losses.append(policy(batches.at(0))[0])
+    torch.testing.assert_close(*losses, atol=1e-4, rtol=1e-4)
 
 
 def test_the_encoder_stays_and_the_rest_learns(dataset, tmp_path):
@@ -81,7 +88,7 @@ def test_the_encoder_stays_and_the_rest_learns(dataset, tmp_path):
     after = training.policy.state_dict()
     assert all(torch.equal(after[name], x) for name, x in before.items() if "backbone" in name)
     moved = [name for name, x in before.items() if x.is_floating_point() and not torch.equal(after[name], x)]
-    assert any("recall" in name for name in moved)
+    assert any("memory_head" in name for name in moved)
     assert any("decoder" in name for name in moved)
 
 
@@ -101,35 +108,35 @@ def test_stopped_it_ends_where_it_would_have_ended(dataset, tmp_path):
     assert all(torch.equal(mine[name], x) for name, x in whole.items())
 
 
-def test_looks_differ_and_an_episode_has_one(dataset):
+def test_variants_differ_and_an_episode_has_one(dataset):
     training = begin(dataset, jitter=0.3)
-    kept: Features = training.batches.features
+    kept: FeatureMaps = training.batches.maps
     maps = next(iter(kept.maps.values()))
-    assert len(maps) == LOOKS
+    assert len(maps) == VARIANTS
     assert not torch.equal(maps[0], maps[1])
-    assert len(next(iter(begin(dataset).batches.features.maps.values()))) == 1
+    assert len(next(iter(begin(dataset).batches.maps.maps.values()))) == 1
     rows, owner = torch.tensor([0, 1, 2, 3]), torch.tensor([0, 0, 1, 1])
     camera = next(iter(kept.maps))
-    looks = set()
+    variants = set()
     for seed in range(8):
         found = kept(camera, rows, owner, torch.Generator().manual_seed(seed))
         which = [
-            next(k for k in range(LOOKS) if torch.equal(maps[k, row], x)) for row, x in zip(rows, found, strict=True)
+            next(k for k in range(VARIANTS) if torch.equal(maps[k, row], x)) for row, x in zip(rows, found, strict=True)
         ]
         assert which[0] == which[1]
         assert which[2] == which[3]
-        looks.add(tuple(which))
-    assert len(looks) > 1
+        variants.add(tuple(which))
+    assert len(variants) > 1
 
 
 def test_what_makes_no_sense_is_named(dataset):
-    with pytest.raises(RecipeError, match="backbone: there is no 'frosen'; did you mean 'frozen'"):
+    with pytest.raises(UsageError, match="backbone: there is no 'frosen'; did you mean 'frozen'"):
         made(backbone="frosen")
-    with pytest.raises(RecipeError, match="backbone: got frozen with the budget scan"):
-        made(scan="budget")
-    with pytest.raises(RecipeError, match="cropped anew each time"):
+    with pytest.raises(UsageError, match="backbone: got frozen with scan=budget"):
+        made("none", scan="budget")
+    with pytest.raises(UsageError, match="cropped anew each time"):
         begin(dataset, policy="diffusion", **{"policy.crop_shape": [40, 40]})
-    with pytest.raises(RecipeError, match="cameras: got rear, expected all, or some of overhead, left_wrist"):
+    with pytest.raises(UsageError, match="cameras: got rear, expected all, or some of overhead, left_wrist"):
         cameras(made(cameras="overhead,rear"), open_dataset(dataset))
     assert cameras(made(cameras="observation.images.left_wrist, overhead"), open_dataset(dataset)) == [
         "observation.images.overhead",
@@ -145,8 +152,8 @@ def test_runs_with_the_same_encoder_share_a_cache(dataset, tmp_path, monkeypatch
     second = begin(dataset, "gru", cache=tmp_path)
     assert not called
     for each in (first, second):
-        assert torch.equal(each.batches.features.maps["observation.images.overhead"],
-                           alone.batches.features.maps["observation.images.overhead"])  # fmt: skip
+        assert torch.equal(each.batches.maps.maps["observation.images.overhead"],
+                           alone.batches.maps.maps["observation.images.overhead"])  # fmt: skip
     for changes in ({"seed": 1}, {"jitter": 0.1}):  # another encoder, another augmentation
         called.clear()
         begin(dataset, cache=tmp_path, **changes)
@@ -158,46 +165,45 @@ def test_runs_with_the_same_encoder_share_a_cache(dataset, tmp_path, monkeypatch
     assert len(called) == 2  # the same weights, another way to them
     for kept in (tmp_path / "features").glob("*.safetensors"):
         kept.write_bytes(b"torn")
-    with pytest.raises(FramesError, match="cannot be read"):
+    with pytest.raises(DatasetError, match="cannot be read"):
         begin(dataset, cache=tmp_path)
     monkeypatch.setattr(features, "save_file", lambda *_: (_ for _ in ()).throw(OSError("No space left on device")))
-    with pytest.raises(FramesError, match=r"could not be written \(No space left"):
+    with pytest.raises(DatasetError, match=r"could not be written \(No space left"):
         begin(dataset, cache=tmp_path, seed=2)
     assert not list((tmp_path / "features").glob("*.tmp"))
 
 
 def test_maps_that_do_not_fit_are_refused(dataset, monkeypatch):
-    monkeypatch.setattr(features, "memory", lambda: 1000)
-    with pytest.raises(FramesError, match=r"frozen needs .* GB for the feature maps of .* frames, 1 looks each"):
+    monkeypatch.setattr(features, "ram", lambda: 1000)
+    with pytest.raises(DatasetError, match=r"frozen needs .* GB for the feature maps of .* frames, 1 times each"):
         begin(dataset)
 
 
 def both_ways(training, network) -> list:
-    """Loss and gradients of a batch, with the policy's own forward pass and with another in its place."""
-    policy, found = training.policy, []
-    for each in (None, network):
-        policy.network = each
+    """Loss and gradients of a batch, with the policy's own network and with another in its place."""
+    policy, batch, found = training.policy, training.batches.at(0), []
+    for programs in (None, Programs(network=network)):
         policy.zero_grad()
         torch.manual_seed(0)
-        loss = policy(next(training.batches.at(0))[0])[0]
+        loss = policy(batch, programs=programs)[0]
         loss.backward()
         found.append((loss.detach(), [p.grad.clone() for p in policy.parameters() if p.grad is not None]))
     return found
 
 
 @pytest.mark.parametrize(("memory", "vae"), [("none", "true"), ("trace", "true"), ("trace", "false")])
-def test_what_would_be_captured_is_the_policys_own_forward(dataset, memory, vae):
+def test_what_would_be_captured_is_acts_own_network(dataset, memory, vae):
     training = begin(dataset, memory, **{"policy.use_vae": vae == "true", "policy.dropout": 0.0})
-    policy, flat, used = training.policy, Flat(training.policy), []
+    module, example = training.policy.flat_network(training.batches.at(0))
+    used = []
 
-    def network(batch):
-        used.append(batch)
-        actions, *latent = flat(*flat.given(batch))
+    def network(*given):
+        used.append(module.given(*given))
+        actions, *latent = module(*used[-1])
         return actions, tuple(latent) or (None, None)
 
     losses = both_ways(training, network)
-    assert used
-    assert "forward" not in policy.model.__dict__
+    assert [x.shape for x in used[0]] == [x.shape for x in example]
     torch.testing.assert_close(*losses)
 
 
@@ -206,22 +212,23 @@ def test_what_would_be_captured_is_the_unets_own_forward(dataset, memory):
     """With all of its weights: what is not among them gets no gradient from a graph."""
     training = begin(dataset, memory, policy="diffusion")
     policy = training.policy
-    if memory == "trace":
-        torch.nn.init.normal_(policy.recall.adapter.map.last.weight)  # as after some training
-    flat, used = FlatUnet(policy), []
+    for name, p in policy.named_parameters():
+        if "memory_encoder" in name:
+            torch.nn.init.normal_(p, std=0.05)  # as after some training
+    module, example = policy.flat_network(training.batches.at(0))
+    used = []
 
-    def network(noisy, timestep, global_cond):
-        used.append(noisy)
-        return flat(noisy, timestep, global_cond)
+    def network(*given):
+        used.append([x for x in given if x is not None])
+        return module(*used[-1])
 
     losses = both_ways(training, network)
-    assert len(used[0]) == training.made.batch
-    assert "forward" not in policy.diffusion.unet.__dict__
+    assert [x.shape for x in used[0]] == [x.shape for x in example]
     torch.testing.assert_close(*losses)
     reached = {name for name, p in policy.named_parameters() if p.grad is not None and p.grad.any()}
-    mine = {id(p) for p in flat.parameters()}
+    mine = {id(p) for p in module.parameters()}
     unet = {name for name, p in policy.named_parameters() if id(p) in mine}
-    assert unet == {name for name in reached if "unet" in name or "columns" in name}
+    assert unet == {name for name in reached if "unet" in name}
 
 
 def test_a_policy_starts_with_the_encoder_of_a_trained_one(dataset, tmp_path):
@@ -259,7 +266,7 @@ def test_diffusion_policy_takes_the_encoder_of_act_and_its_maps(dataset, tmp_pat
     rows = torch.arange(4)
     pictures = [act.batches.store.pictures(camera, rows) for camera in act.batches.store.cameras]
     with torch.no_grad():
-        both = [training.policy._encode(pictures) for training in (act, diffusion)]
+        both = [training.policy.encode(pictures) for training in (act, diffusion)]
     torch.testing.assert_close(*both)
     assert float(diffusion.update()["loss"]) > 0
     with pytest.raises(RunError, match=r"weights differ .* with policy.use_group_norm=false"):
@@ -280,15 +287,15 @@ def test_diffusion_policy_takes_the_encoder_of_act_and_its_maps(dataset, tmp_pat
 def test_captured_it_learns_the_same(dataset, memory, backbone, policy, precision):
     AcceleratorState._reset_state(reset_partial_state=True)  # other tests have asked for the CPU
     calm = {"memory.dropout": 0.0} | ({"policy.dropout": 0.0} if policy == "act" else {})
-    asked = made(memory, backbone=backbone, policy=policy, **calm)
+    asked = made(memory, backbone=backbone, policy=policy, precision=precision, **calm)
     meta = open_dataset(dataset)
     store = open_frames(meta, "cuda", cameras=cameras(asked, meta))
     found = []
     for captured in (True, False):
-        accelerator = Accelerator(mixed_precision={"float32": "no"}.get(precision, precision))
+        accelerator = Accelerator(mixed_precision="no")
         training = Training.begin(asked, 0, store, accelerator, Console(quiet=True))
-        assert training.policy.network is not None
+        assert training.programs.network is not None
         if not captured:
-            training.policy.network = None
+            training.programs = None
         found.append([float(training.update()["loss"]) for _ in range(4)])
     assert found[0] == pytest.approx(found[1], rel={"float32": 1e-3, "bf16": 3e-2}[precision])

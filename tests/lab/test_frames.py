@@ -12,10 +12,13 @@ import torch
 from lerobot.datasets.factory import resolve_delta_timestamps
 from lerobot.datasets.lerobot_dataset import LeRobotDataset
 
+from lerobot_policy_trace.paths import Paths
+from trace_errors import DatasetError, UsageError
 from trace_lab import frames
-from trace_lab.frames import FramesError, changes, fingerprint, open_dataset, open_frames
+from trace_lab.frames import open_dataset, open_frames
 from trace_lab.policy import configuration, pipelines
 from trace_lab.recipe import recipe
+from trace_lab.source import changes, describe, fingerprint
 
 CAMERA = "observation.images.left_wrist"
 SMALL = {
@@ -32,7 +35,7 @@ def store(dataset):
 @pytest.mark.parametrize("memory", ["none", "trace"])
 @pytest.mark.parametrize("policy", ["act", "diffusion"])
 def test_samples_are_those_of_lerobots_loader(dataset, store, policy, memory):
-    made = recipe("tiny", policy, memory, SMALL[policy] | {"memory.budget": 6, "memory.stride": 7})
+    made = recipe("tiny", policy, memory, SMALL[policy] | {"memory.history_frames": 6, "memory.history_stride": 7})
     config = configuration(made, store.meta, "cpu")
     theirs = LeRobotDataset("local/cable", root=dataset, delta_timestamps=resolve_delta_timestamps(config, store.meta))
     rows = torch.tensor([0, 3, 100, int(store.paths.ends[0]) - 1, int(store.paths.ends[0]), len(theirs) - 1])
@@ -70,9 +73,9 @@ def test_the_nearest_place_with_room_is_chosen(monkeypatch):
     assert frames.choose_place("auto", 5 * 10**9, cpu) == "ram"
     assert frames.choose_place("auto", 10**11, gpu) == "file"
     assert frames.choose_place("ram", 10**11, gpu) == "ram"
-    with pytest.raises(FramesError, match="got 'gpu', but the training device is cpu"):
+    with pytest.raises(UsageError, match="got 'gpu', but the training device is cpu"):
         frames.choose_place("gpu", 1, cpu)
-    with pytest.raises(FramesError, match="got 'tape', expected one of auto, gpu, ram, file"):
+    with pytest.raises(UsageError, match="got 'tape', expected one of auto, gpu, ram, file"):
         frames.choose_place("tape", 1, cpu)
 
 
@@ -92,7 +95,7 @@ def test_a_dataset_that_changed_is_refused(dataset, tmp_path):
     )
     assert "has other content" in changes(before, fingerprint(copy))
     with pytest.raises(
-        FramesError, match=r"changed since its frames were decoded into .*kept: data/.*parquet has other"
+        DatasetError, match=r"changed since its frames were decoded into .*kept: data/.*parquet has other"
     ):
         open_frames(open_dataset(copy), "cpu", cache=tmp_path / "kept")
 
@@ -108,7 +111,7 @@ def test_a_damaged_video_is_named(dataset, tmp_path):
     shutil.copytree(dataset, copy)
     video = next((copy / "videos" / CAMERA).glob("**/*.mp4"))
     video.write_bytes(video.read_bytes()[: video.stat().st_size // 3])
-    with pytest.raises(FramesError, match=r"left_wrist.*mp4: cannot be decoded for .*left_wrist, episode \d"):
+    with pytest.raises(DatasetError, match=r"left_wrist.*mp4: cannot be decoded for .*left_wrist, episode \d"):
         open_frames(open_dataset(copy), "cpu")
 
 
@@ -116,27 +119,34 @@ def test_a_missing_video_is_named(dataset, tmp_path):
     copy = tmp_path / "cable"
     shutil.copytree(dataset, copy)
     next((copy / "videos" / CAMERA).glob("**/*.mp4")).unlink()
-    with pytest.raises(FramesError, match=r"left_wrist.*mp4: cannot be decoded"):
+    with pytest.raises(DatasetError, match=r"left_wrist.*mp4: cannot be decoded"):
         open_frames(open_dataset(copy), "cpu")
 
 
 def test_what_is_no_dataset_or_an_empty_one_is_refused(dataset, tmp_path):
-    with pytest.raises(FramesError, match=r"no meta/info.json there"):
+    with pytest.raises(DatasetError, match=r"no meta/info.json there"):
         open_dataset(tmp_path)
     shutil.copytree(dataset, tmp_path / "cable")
     info = tmp_path / "cable" / "meta" / "info.json"
     content = json.loads(info.read_text())
     info.write_text(json.dumps(content | {"total_episodes": 0, "total_frames": 0}))
-    with pytest.raises(FramesError, match="the dataset is empty"):
+    with pytest.raises(DatasetError, match="the dataset is empty"):
         open_dataset(tmp_path / "cable")
     del content["features"]["action"]
     info.write_text(json.dumps(content))
-    with pytest.raises(FramesError, match=r"has no feature 'action'; its features are observation\.state"):
+    with pytest.raises(DatasetError, match=r"has no feature 'action'; its features are observation\.state"):
         open_dataset(tmp_path / "cable")
+    for text in ('{"half', "[]", "{}"):
+        info.write_text(text)
+        with pytest.raises(DatasetError, match=r"info\.json: cannot be read .*, expected the description of a LeRobot"):
+            describe(tmp_path / "cable")
+    (tmp_path / "file").touch()
+    with pytest.raises(DatasetError, match=r"no meta/info.json there"):
+        describe(tmp_path / "file")
 
 
 def test_a_missing_camera_is_named(store):
-    with pytest.raises(FramesError, match=r"has no camera observation\.images\.rear; its cameras are .*overhead"):
+    with pytest.raises(DatasetError, match=r"has no camera observation\.images\.rear; its cameras are .*overhead"):
         open_frames(store.meta, "cpu", cameras=["observation.images.rear"])
 
 
@@ -144,7 +154,7 @@ def test_a_camera_of_single_images_is_named(store):
     meta = copy.copy(store.meta)
     meta.info = copy.deepcopy(store.meta.info)
     meta.info.features[CAMERA]["dtype"] = "image"
-    with pytest.raises(FramesError, match=r"left_wrist stored as single images, expected video"):
+    with pytest.raises(DatasetError, match=r"left_wrist stored as single images, expected video"):
         open_frames(meta, "cpu")
 
 
@@ -154,7 +164,7 @@ def test_part_of_a_dataset_is_refused(dataset, tmp_path):
     content = pyarrow.parquet.read_table(table)
     keep = pyarrow.compute.equal(content["episode_index"], 1)
     pyarrow.parquet.write_table(content.filter(keep), table)
-    with pytest.raises(FramesError, match=r"its tables hold 1 episodes of \d+ frames, its description says 2 of"):
+    with pytest.raises(DatasetError, match=r"its tables hold 1 episodes of \d+ frames, its description says 2 of"):
         open_frames(open_dataset(tmp_path / "cable"), "cpu")
 
 
@@ -168,12 +178,11 @@ def test_an_episode_of_one_frame_is_named(store, monkeypatch):
 
     def with_stub(meta):
         paths = real(meta)
-        paths.starts = torch.cat([paths.starts, paths.ends[-1:] - 1])
-        paths.ends = torch.cat([paths.ends[:-1], paths.starts[-1:], paths.ends[-1:]])
-        return paths
+        last = paths.ends[-1:] - 1
+        return Paths(paths.states, torch.cat([paths.starts, last]), torch.cat([paths.ends[:-1], last, last + 1]))
 
     monkeypatch.setattr(frames.Paths, "of", with_stub)
-    with pytest.raises(FramesError, match=r"episode 2 has a single frame.*delete_episodes"):
+    with pytest.raises(DatasetError, match=r"episode 2 has a single frame.*delete_episodes"):
         open_frames(store.meta, "cpu")
 
 
@@ -181,7 +190,7 @@ def test_an_episode_of_one_frame_is_named(store, monkeypatch):
 def test_a_full_disk_leaves_nothing_behind(store, tmp_path, monkeypatch, when):
     if when == "before":
         monkeypatch.setattr(frames.shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10, 9, 1))
-        expected = pytest.raises(FramesError, match=r"not enough space at .*MB needed for decoded frames")
+        expected = pytest.raises(DatasetError, match=r"not enough space at .*MB needed for decoded frames")
     else:
 
         def full(*_):

@@ -94,7 +94,7 @@ def test_a_page_may_want_some_methods_only(place):
     text = (place / "README.md").read_text()
     assert "| TRACE Regression |" in text
     assert "| ACT |" not in text
-    assert "8 rollouts" in text
+    assert "1 of the set's 2 methods are shown." in text
 
 
 def test_a_set_gets_a_picture_where_a_page_shows_it(place):
@@ -139,7 +139,7 @@ def test_a_typed_figure_is_found_out(place, capsys):
     [
         (
             MARKS.replace("signal main", "signal mean"),
-            "tables mean of signal, expected some of main, leave_one_task_out",
+            "tables mean of signal, expected some of main, summary, leave_one_task_out",
         ),
         (MARKS.replace("<!-- end of report -->", ""), "does not end with <!-- end of report -->"),
         (MARKS.replace("signal", "laundry"), "laundry: no such set in"),
@@ -189,5 +189,5 @@ def test_nothing_that_is_kept_is_written_over(place, capsys):
 
 
 def test_this_projects_tables_are_those_of_its_results():
-    assert BLOCK.search((ROOT / "README.md").read_text())
+    assert BLOCK.search((ROOT / "docs/results.md").read_text())
     assert main(["report", str(ROOT / "results"), "--check"]) == 0

@@ -134,8 +134,6 @@ def test_each_frame_comes_once(store, policy):
     assert not batch.encoded
     sparse = sampled(store, policy, **{"memory.period": 10}).at(0)
     assert sparse.memory.written.shape == (2, 4)
-    assert {len(each) for each in sparse.frames} == {len(sparse.seen.unique() if policy == "act" else
-            torch.cat([sparse.seen.flatten(), sparse.memory.written[sparse.memory.valid]]).unique())} or policy == "act"  # fmt: skip
     used = torch.cat([sparse.seen.flatten(), sparse.memory.written.flatten()]).unique()
     assert used.tolist() == list(range(len(sparse.frames[0])))  # and none that nobody needs
 

@@ -199,14 +199,16 @@ def test_waits_tell_who_does_not_wait_for_the_lamp():
 
     patient = seen(ACT, [(60, 164), (61, 165), (70, 174), (110, 234)])  # 104 steps after the delay, once 20 later
     hasty = seen(TRACE, [(60, 164), (61, 186), (70, 174), (110, None)])  # once 21 later, once never
-    acts, traces = tables.to_json(tables.report(Reading(tuple(patient + hasty))))["waits"]["rows"]
+    acts, traces = tables.to_json(tables.report(Reading(tuple(patient + hasty))))["waits_by_task"]["rows"]
     names = ("Lamp in time, shorter waits", "in time, longest quarter")
     counts = [(each[name]["count"], each[name]["of"]) for each in (acts, traces) for name in names]
     assert counts == [(3, 3), (1, 1), (2, 3), (0, 1)]
     more = [replace(each, record=replace(each.record, task="Tool", stages={"a": 1})) for each in patient]
-    made = tables.to_json(tables.report(Reading(tuple(patient + more))))["waits"]["rows"]
-    progress = [(each["Task"], each["Progress, shorter waits"], each["longest quarter"]) for each in made]
+    made = tables.to_json(tables.report(Reading(tuple(patient + more))))
+    heads = ("Task", "Progress, shorter waits", "longest quarter")
+    progress = [tuple(each[head] for head in heads) for each in made["waits_by_task"]["rows"]]
     assert progress == [("all", 50.0, 50.0), ("Tool", 100.0, 100.0), ("Cable", 0.0, 0.0)]
+    assert [each["Task"] for each in made["waits"]["rows"]] == ["all"]
 
 
 def test_who_chooses_alike_whatever_the_cue_does_not_know_it():
@@ -319,7 +321,7 @@ def test_main_table_as_text():
     assert all(each.startswith("**75.0 ± ") and each.endswith("**") for each in cells[1:-1])
     assert cells[-1] == DASH  # nobody has decided
     caption = "20 rollouts: 2 a method, task and training seed. Training seeds a method: 1. Split: heldout."
-    assert text.count(caption) == text.count("## ") == 7
+    assert text.count(caption) == text.count("## ") == 9
 
 
 def test_first_branches_stand_beside_progress_and_every_task_weighs_the_same():
@@ -335,6 +337,13 @@ def test_first_branches_stand_beside_progress_and_every_task_weighs_the_same():
         "TRACE Regression": None,  # on Book it decides nothing
     }
     assert "| 75.0 (4/6) |" in tables.markdown({"main": main})
+
+
+def test_a_summary_counts_trainings_that_have_every_task():
+    rollouts = [each for s in (0, 1) for each in played(ACT, "Tool", [1, 1], training_seed=s)]
+    rollouts += played(ACT, "Book", [2, 4], decisions=[Decision("a", 1, 40, 50, 1)])
+    (row,) = tables.report(Reading(tuple(rollouts)))["summary"].rows
+    assert (row[0], row[1].mean, row[2], row[3]) == ("ACT", 50.0, None, 1)  # on Tool it decides nothing
 
 
 def test_leads_of_trace_over_those_with_its_policy():

@@ -1,6 +1,5 @@
 """Checkpoints that leave out what a seed draws: the same weights to the bit, or an error; and those the project ships."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -12,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from lerobot_policy_trace import MemoryOptions, TraceActConfig
 from lerobot_policy_trace.modeling_trace import TraceActPolicy
 from trace_lab.cli import main
+from trace_lab.results import read
 
 ROOT = Path(__file__).parents[2]
 WEIGHTS = "model.safetensors"
@@ -88,13 +88,13 @@ def test_the_projects_checkpoint_chooses_as_its_published_lines_say(tmp_path, ca
     """Two episodes with either card; to the step they are the same on one machine only."""
     words = ["--delay", "20", "--episodes", "2", "--workers", "1", "--device", "cpu", "--out", str(tmp_path / "tried")]
     assert main(["eval", str(ROOT / "checkpoints/signal/trace"), *words]) == 0
-    published = ROOT / "results/signal/seed-0/trace/Signal/evaluation.jsonl"
     lines = [
-        {row["seed"]: (row["cue"], row["decisions"][0]["choice"], row["outcome"]) for row in map(json.loads, rows)}
-        for rows in (
-            text.splitlines()
-            for text in (path.read_text() for path in (tmp_path / "tried/evaluation.jsonl", published))
-        )
+        {
+            each.record.seed: (each.record.cue, each.record.decisions[0].choice, each.record.outcome)
+            for each in read(place).rollouts
+            if (each.method, each.training_seed) == (("act", "trace"), 0)
+        }
+        for place in (tmp_path / "tried", ROOT / "results/signal.parquet")
     ]
     assert lines[0] == {seed: lines[1][seed] for seed in (0, 1)}
     assert {cue for cue, _, _ in lines[0].values()} == {0, 1}

@@ -105,7 +105,8 @@ def test_commands_refuse_other_policies(command, tmp_path, capsys):
     change(folder / "config.json", lambda x: x.update(type="pi0"))
     options = {"eval": ["--task", "cable"], "attach": []}
     assert main([command, str(folder), "--out", str(tmp_path / "out"), *options[command]]) == 1
-    said = "config.json: type: got a policy of type 'pi0', expected one of act, diffusion, trace_act, trace_diffusion"
+    expected = {"eval": "act, diffusion, trace_act, trace_diffusion", "attach": "act, diffusion"}
+    said = f"config.json: type: got a policy of type 'pi0', expected one of {expected[command]}\n"
     assert said in capsys.readouterr().err
 
 
