@@ -1,5 +1,5 @@
 """CUDA graphs: programs of one shape, launched once instead of kernel by kernel. What is captured are pure functions of
-tensors, which tests run eagerly on a CPU. Not run on CUDA since de7fadf.
+tensors, which tests run eagerly on a CPU. Control and scans ran on CUDA at 83979fb, networks not since de7fadf.
 """
 
 import gc
@@ -10,12 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from lerobot_policy_trace.episodes import EpisodeBatch
+from lerobot_policy_trace.networks import FlatACT
 from trace_errors import UsageError
 from trace_memory.graphs import GraphedScans
 from trace_memory.memory import Readout
 
 if TYPE_CHECKING:
-    from lerobot_policy_trace.modeling_trace import MemoryPolicy, TraceActPolicy
+    from lerobot_policy_trace.modeling_trace import MemoryPolicy
 
 WARM_UP = 3  # calls before a graph is captured
 
@@ -42,25 +43,6 @@ def replayed(program: Callable[[], Any]) -> Callable[[], None]:
     return graph.replay
 
 
-class FlatACT(nn.Module):
-    """ACT's network as a function of tensors to a tuple of tensors: pad, actions, states, maps, then a readout's parts."""
-
-    def __init__(self, policy: "TraceActPolicy"):
-        super().__init__()
-        self.policy, self.names, self.cameras = policy, policy.measured, len(policy.config.image_features)
-
-    def given(self, maps: Any, inputs: Any, readout: Any, actions: Tensor, pad: Tensor) -> tuple[Tensor, ...]:
-        """The tensors of a call."""
-        return (pad, actions, *(inputs[name] for name in self.names), *maps, *(() if readout is None else readout[:5]))
-
-    def forward(self, pad: Tensor, actions: Tensor, *more: Tensor) -> tuple[Tensor, ...]:
-        """Predicted actions; with the VAE mean and log variance too."""
-        inputs, rest = dict(zip(self.names, more, strict=False)), more[len(self.names) :]
-        readout = Readout(*rest[self.cameras :]) if len(rest) > self.cameras else None  # type: ignore[arg-type]
-        made, (mean, spread) = self.policy.network(list(rest[: self.cameras]), inputs, readout, actions, pad)
-        return (made,) if mean is None or spread is None else (made, mean, spread)
-
-
 def graphed(module: nn.Module, example: tuple[Tensor, ...]) -> Callable[..., Any]:
     """The module as CUDA graphs, forward and back, for tensors like the example. Weights are cast inside them: what autocast
     has cast before belongs to no graph, and would be neither renewed nor given gradients.
@@ -83,7 +65,8 @@ def captured(policy: "MemoryPolicy", batch: EpisodeBatch, lengths: Sequence[int]
     """The memory's scan, for batches of these lengths, and the policy's network, for batches like this one."""
     head, scan, run = policy.memory_head, None, None
     if head is not None and batch.memory is not None:
-        scan = GraphedScans(head.memory, len(batch.memory.written), lengths)
+        with torch.autocast("cuda", enabled=False):  # a memory is not cast
+            scan = GraphedScans(head.memory, len(batch.memory.written), lengths)
     if network:
         module, example = policy.flat_network(batch)
         call = graphed(module, tuple(x.detach().clone().requires_grad_(x.requires_grad) for x in example))

@@ -22,7 +22,7 @@ from lerobot_policy_trace.encoder import feature_map
 from lerobot_policy_trace.episodes import EpisodeBatch
 from lerobot_policy_trace.loading import load_weights
 from lerobot_policy_trace.memory_head import MemoryHead
-from lerobot_policy_trace.networks import Inputs, Latent, MemoryACT, MemoryDiffusion
+from lerobot_policy_trace.networks import FlatACT, FlatUnet, Inputs, Latent, MemoryACT, MemoryDiffusion
 from lerobot_policy_trace.paths import Paths
 from lerobot_policy_trace.processor_trace import RAW_STATE
 from lerobot_policy_trace.session import Session, measured
@@ -408,8 +408,6 @@ class TraceActPolicy(MemoryPolicy):
 
     def flat_network(self, batch: EpisodeBatch) -> tuple[nn.Module, tuple[Tensor, ...]]:
         """The network as a function of tensors, and tensors like those that it gets for such batches."""
-        from lerobot_policy_trace.capture import FlatACT
-
         module, targets = FlatACT(self), self._whole(batch, {})
         now = [x[:, -1].detach().requires_grad_(not batch.encoded) for x in targets.maps]
         read = targets.readout and targets.readout.map(lambda x: x.detach().requires_grad_())
@@ -511,7 +509,7 @@ class TraceDiffusionPolicy(MemoryPolicy):
         condition, memory = self.diffusion.condition(targets.maps, targets.inputs), self.condition(targets.readout)
         timesteps = torch.zeros(len(condition), dtype=torch.int64, device=condition.device)
         given = (torch.randn_like(batch.actions), timesteps, condition, memory)
-        return self.diffusion.unet, tuple(
+        return FlatUnet(self.diffusion.unet), tuple(
             x.detach().requires_grad_(x is condition or x is memory) for x in given if x is not None
         )
 

@@ -1,6 +1,6 @@
 """ACT's transformer and Diffusion Policy's U-Net with a place for a memory's readout: forward passes written out, built from
 LeRobot's layers under LeRobot's names, so that weights of the stock policies fit. Without a readout they compute what the
-stock networks compute, bit for bit. What a readout is made of is not known here.
+stock networks compute, bit for bit. At the end both as functions of tensors alone, which is what can be captured.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,6 +23,8 @@ from lerobot.utils.constants import OBS_ENV_STATE, OBS_STATE
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 from torch.utils.checkpoint import checkpoint
+
+from trace_memory.memory import Readout
 
 Inputs = dict[str, Tensor]  # what a policy observes beside pictures, by LeRobot's names
 Latent = tuple[Tensor, Tensor] | tuple[None, None]  # mean and log variance
@@ -245,3 +247,37 @@ class MemoryDiffusion(DiffusionModel):
             step = torch.full(x.shape[:1], t, dtype=torch.long, device=x.device)
             x = self.noise_scheduler.step(self.unet(x, step, condition, memory), t, x).prev_sample
         return x
+
+
+class FlatACT(nn.Module):
+    """ACT's network as a function of tensors to a tuple of tensors: pad, actions, states, maps, then a readout's parts."""
+
+    def __init__(self, policy: Any):
+        super().__init__()
+        self.policy, self.names, self.cameras = policy, policy.measured, len(policy.config.image_features)
+
+    def given(self, maps: Any, inputs: Any, readout: Any, actions: Tensor, pad: Tensor) -> tuple[Tensor, ...]:
+        """The tensors of a call."""
+        return (pad, actions, *(inputs[name] for name in self.names), *maps, *(() if readout is None else readout[:5]))
+
+    def forward(self, pad: Tensor, actions: Tensor, *more: Tensor) -> tuple[Tensor, ...]:
+        """Predicted actions; with the VAE mean and log variance too."""
+        inputs, rest = dict(zip(self.names, more, strict=False)), more[len(self.names) :]
+        readout = Readout(*rest[self.cameras :]) if len(rest) > self.cameras else None  # type: ignore[arg-type]
+        made, (mean, spread) = self.policy.network(list(rest[: self.cameras]), inputs, readout, actions, pad)
+        return (made,) if mean is None or spread is None else (made, mean, spread)
+
+
+class FlatUnet(nn.Module):
+    """The U-Net by itself: noisy actions, timesteps, condition, and the readout's vector if there is a memory. A module of
+    its own, because capturing changes the module that it is given.
+    """
+
+    def __init__(self, unet: nn.Module):
+        super().__init__()
+        self.unet = unet
+
+    def forward(self, *given: Tensor) -> Tensor:
+        """What the U-Net predicts."""
+        made: Tensor = self.unet(*given)
+        return made

@@ -1,5 +1,5 @@
 """A scan captured in CUDA graphs: the same `Memory.scan`, launched once instead of kernel by kernel. For training batches of
-one fixed shape; the eager scan is its reference. Not run on CUDA since 54b97a3.
+one fixed shape; the eager scan is its reference. Run on CUDA at 83979fb.
 """
 
 from collections.abc import Sequence
