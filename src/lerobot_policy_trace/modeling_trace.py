@@ -207,7 +207,7 @@ class MemoryPolicy(PreTrainedPolicy):
         contents = states.new_zeros(*at.shape, memory.content)
         contents[:, -1] = head.content(now, states[:, -1]).to(contents)
         if past.any():
-            earlier = [x[:, 0] for x in self.encode_steps([x[:, None] for x in pictures])]
+            earlier = self.encode(pictures)  # camera by camera: batch normalisations would notice
             contents[:, :-1][past] = head.content(earlier, states[:, :-1][past]).to(contents)
         readouts = memory.scan_at(contents, path, at, valid)
         losses.update(auxiliary_losses(readouts, valid))

@@ -16,7 +16,7 @@ CHANNELS, ACTIONS, ENVIRONMENT = 6, 5, 3
 CAMERAS = ("observation.images.front", "observation.images.side")
 HEIGHT, WIDTH = 48, 80  # feature maps of 2 x 3
 VELOCITIES = [0]  # of the channels
-LENGTHS = (23, 17, 20)  # frames of the episodes
+LENGTHS = (14, 10, 12)  # frames of the episodes
 HOLD = 1e-3  # what is this much smaller than the largest of its kind is compared with that share of it
 
 
