@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from trace_memory.config import PRESETS, build
+from trace_memory.config import MemoryConfig, build
 from trace_memory.graphs import GraphedScan
 
 
@@ -38,12 +38,12 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--length", type=int, default=32)
-    parser.add_argument("--preset", default="paper", choices=PRESETS)
+    parser.add_argument("--memory", default="paper", choices=("paper", "trace"))
     parser.add_argument("--repeat", type=int, default=30)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     torch.manual_seed(0)
-    config = PRESETS[options.preset]
+    config = MemoryConfig(name=options.memory)
     memory = build(config).to(options.device)
     contents = torch.randn(options.batch, options.length, config.content, device=options.device, requires_grad=True)
     path = 0.1 * torch.randn(options.batch, options.length, config.channels, device=options.device).cumsum(1)
@@ -78,7 +78,7 @@ def main() -> None:
 
         result["scan, CUDA graphs"] = milliseconds(replay, options.device, options.repeat)
     name = torch.cuda.get_device_name() if options.device == "cuda" else "CPU"
-    print(f"{name}, preset {options.preset}, B = {options.batch}, L = {options.length}: forward + backward, median ms")
+    print(f"{name}, memory {options.memory}, B = {options.batch}, L = {options.length}: forward + backward, median ms")
     for what, value in result.items():
         print(f"  {what:<22} {value:8.2f}")
     if options.json:

@@ -70,7 +70,7 @@ class MemoryOptions:
         """Refuses what makes no sense, by name."""
         if self.attach not in ATTACH:
             raise UsageError(f"memory.attach: got {self.attach!r}, expected one of {', '.join(ATTACH)}")
-        for name, least in (("history_frames", 2), ("history_stride", 1), ("period", 1)):
+        for name, least in (("width", 1), ("hidden", 1), ("period", 1), ("history_frames", 2), ("history_stride", 1)):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise UsageError(f"memory.{name}: got {value!r}, expected {least} or more")

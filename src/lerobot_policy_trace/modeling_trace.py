@@ -7,7 +7,7 @@ from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import fields, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import torch
 from lerobot.configs.policies import PreTrainedConfig
@@ -39,6 +39,16 @@ OURS = ("memory_head.", ".memory_encoder.")  # in names of weights that a stock 
 SKIPS = ("inference_delay", "prev_chunk_left_over")  # options of real-time chunking
 Batch = dict[str, Any]
 Logs = dict[str, Any]
+
+
+class Targets(NamedTuple):
+    """What a policy learns from in one update: what is seen and read at each target, and what was done there."""
+
+    maps: list[Tensor]  # a camera each (N, s, C, h, w)
+    inputs: Inputs
+    readout: Readout | None
+    actions: Tensor  # (N, horizon, a)
+    action_is_pad: Tensor  # (N, horizon)
 
 
 class MemoryPolicy(PreTrainedPolicy):
@@ -118,15 +128,7 @@ class MemoryPolicy(PreTrainedPolicy):
         """Actions from here on, from maps (N, s, C, h, w) and states (N, s, d)."""
 
     @abstractmethod
-    def imitation_loss(
-        self,
-        maps: list[Tensor],
-        inputs: Inputs,
-        actions: Tensor,
-        action_is_pad: Tensor,
-        readout: Readout | None,
-        programs: "Programs | None" = None,
-    ) -> tuple[Tensor, Logs]:
+    def imitation_loss(self, targets: "Targets", programs: "Programs | None" = None) -> tuple[Tensor, Logs]:
         """The stock policy's loss, and its parts by name."""
 
     @abstractmethod
@@ -144,26 +146,17 @@ class MemoryPolicy(PreTrainedPolicy):
         are tensors: our own loop does not wait for those that it does not write down.
         """
         losses: dict[str, Tensor] = {}
-        if isinstance(batch, EpisodeBatch):
-            maps, readout = self._episodes(batch, losses, programs)
-            told = self.imitation_loss(maps, batch.inputs, batch.actions, batch.action_is_pad, readout, programs)
-        else:
-            self._check_cameras(batch)
-            stock = self._targets(batch)
-            maps = self.encode_steps([stock[key] for key in self.config.image_features])
-            readout = None if self.memory_head is None else self._history(batch, [x[:, -1] for x in maps], losses)
-            inputs = {key: stock[key] for key in self.measured}
-            told = self.imitation_loss(maps, inputs, stock[ACTION], stock[PAD], readout)
-        loss, logs = told
+        targets = (
+            self._whole(batch, losses, programs) if isinstance(batch, EpisodeBatch) else self._single(batch, losses)
+        )
+        loss, logs = self.imitation_loss(targets, programs)
         if self.memory_head is not None:
             loss = loss + weighted(losses, self.memory_head.memory.auxiliary)
             logs = logs | {f"memory_{name}": x for name, x in losses.items()}
         whole = isinstance(batch, EpisodeBatch)
         return loss, {name: x.detach() if whole else x.item() for name, x in logs.items()}
 
-    def _episodes(
-        self, batch: EpisodeBatch, losses: dict[str, Tensor], programs: "Programs | None"
-    ) -> tuple[list[Tensor], Readout | None]:
+    def _whole(self, batch: EpisodeBatch, losses: dict[str, Tensor], programs: "Programs | None" = None) -> Targets:
         """Each frame encoded once, the memory folded over whole episodes as in deployment: what is seen and read at each
         target.
         """
@@ -175,7 +168,16 @@ class MemoryPolicy(PreTrainedPolicy):
             losses.update(auxiliary_losses(found, known.valid))
             readout = found.pick(known.row, known.time)
         seen = batch.seen
-        return [each.index_select(0, seen.flatten()).unflatten(0, seen.shape) for each in maps], readout
+        looked = [each.index_select(0, seen.flatten()).unflatten(0, seen.shape) for each in maps]
+        return Targets(looked, batch.inputs, readout, batch.actions, batch.action_is_pad)
+
+    def _single(self, batch: Batch, losses: dict[str, Tensor]) -> Targets:
+        """LeRobot's batch: every target with a history of its own."""
+        self._check_cameras(batch)
+        stock = self._targets(batch)
+        maps = self.encode_steps([stock[key] for key in self.config.image_features])
+        readout = None if self.memory_head is None else self._history(batch, [x[:, -1] for x in maps], losses)
+        return Targets(maps, {key: stock[key] for key in self.measured}, readout, stock[ACTION], stock[PAD])
 
     def _history(self, batch: Batch, now: list[Tensor], losses: dict[str, Tensor]) -> Readout:
         """The paper's budget scan for each target of LeRobot's batch: contents of a few frames, keys of the whole path."""
@@ -408,26 +410,19 @@ class TraceActPolicy(MemoryPolicy):
         """The network as a function of tensors, and tensors like those that it gets for such batches."""
         from lerobot_policy_trace.capture import FlatACT
 
-        module, (maps, readout) = FlatACT(self), self._episodes(batch, {}, None)
-        now = [x[:, -1].detach().requires_grad_(not batch.encoded) for x in maps]
-        read = None if readout is None else readout.map(lambda x: x.detach().requires_grad_())
-        return module, module.given(now, batch.inputs, read, batch.actions, batch.action_is_pad)
+        module, targets = FlatACT(self), self._whole(batch, {})
+        now = [x[:, -1].detach().requires_grad_(not batch.encoded) for x in targets.maps]
+        read = targets.readout and targets.readout.map(lambda x: x.detach().requires_grad_())
+        return module, module.given(now, targets.inputs, read, targets.actions, targets.action_is_pad)
 
     def predict(self, maps: list[Tensor], inputs: Inputs, readout: Readout | None, noise: Tensor | None) -> Tensor:
         """A chunk, from the present step."""
         del noise
         return self.network([x[:, -1] for x in maps], {key: x[:, -1] for key, x in inputs.items()}, readout)[0]
 
-    def imitation_loss(
-        self,
-        maps: list[Tensor],
-        inputs: Inputs,
-        actions: Tensor,
-        action_is_pad: Tensor,
-        readout: Readout | None,
-        programs: "Programs | None" = None,
-    ) -> tuple[Tensor, Logs]:
+    def imitation_loss(self, targets: Targets, programs: "Programs | None" = None) -> tuple[Tensor, Logs]:
         """The mean absolute error of actions within the episode, and the VAE's divergence."""
+        maps, inputs, readout, actions, action_is_pad = targets
         network = self.network if programs is None or programs.network is None else programs.network
         now = [x[:, -1] for x in maps]
         predicted, (mean, log_variance) = network(now, inputs, readout, actions, action_is_pad)
@@ -512,8 +507,8 @@ class TraceDiffusionPolicy(MemoryPolicy):
 
     def flat_network(self, batch: EpisodeBatch) -> tuple[nn.Module, tuple[Tensor, ...]]:
         """The U-Net, and tensors like those that it gets for such batches."""
-        maps, readout = self._episodes(batch, {}, None)
-        condition, memory = self.diffusion.condition(maps, batch.inputs), self.condition(readout)
+        targets = self._whole(batch, {})
+        condition, memory = self.diffusion.condition(targets.maps, targets.inputs), self.condition(targets.readout)
         timesteps = torch.zeros(len(condition), dtype=torch.int64, device=condition.device)
         given = (torch.randn_like(batch.actions), timesteps, condition, memory)
         return self.diffusion.unet, tuple(
@@ -535,16 +530,9 @@ class TraceDiffusionPolicy(MemoryPolicy):
         actions = self.diffusion.sample(stock, None if memory is None else memory.to(stock), noise.to(stock))
         return actions[:, first : first + self.config.n_action_steps]
 
-    def imitation_loss(
-        self,
-        maps: list[Tensor],
-        inputs: Inputs,
-        actions: Tensor,
-        action_is_pad: Tensor,
-        readout: Readout | None,
-        programs: "Programs | None" = None,
-    ) -> tuple[Tensor, Logs]:
+    def imitation_loss(self, targets: Targets, programs: "Programs | None" = None) -> tuple[Tensor, Logs]:
         """The mean squared error of what the U-Net predicts from noisy actions."""
+        maps, inputs, readout, actions, action_is_pad = targets
         unet = self.diffusion.unet if programs is None or programs.network is None else programs.network
         scheduler, config = self.diffusion.noise_scheduler, self.config
         condition, memory = self.diffusion.condition(maps, inputs), self.condition(readout)

@@ -5,12 +5,14 @@ The referee watches a world through predicates; nothing it knows is shown to a p
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from trace_bench.world import World
 from trace_errors import UsageError
+
+if TYPE_CHECKING:
+    from trace_bench.world import World
 
 SURE = 0.5  # seconds for which an option must be taken before it counts as decided
 REST = 1.5  # seconds for which the robot must have been ready before a lamp lights
@@ -23,8 +25,8 @@ class Stage:
     """A stage succeeds when `done`. A branch stage asks `choice` instead: which option was taken, None while undecided."""
 
     name: str
-    done: Callable[[World], bool] | None = None
-    choice: Callable[[World], int | None] | None = None
+    done: "Callable[[World], bool] | None" = None
+    choice: "Callable[[World], int | None] | None" = None
 
 
 @dataclass(frozen=True)
@@ -135,8 +137,8 @@ class Referee:
     subtasks: tuple[Subtask, ...]
     lamps: tuple[int, ...]  # index of the stage before which each lamp lights
     clock: tuple[int, ...]  # control steps before which it does not: from the start, then from the lamp before
-    hidden: Callable[[World], bool]
-    ready: Callable[[World, int], bool]
+    hidden: "Callable[[World], bool]"
+    ready: "Callable[[World, int], bool]"
     rate: float  # control steps a second, at an unhurried pace
     stages: list[tuple[str, Stage]] = field(init=False)
     current: int = 0  # the stage that must succeed next
@@ -148,7 +150,7 @@ class Referee:
     def __post_init__(self) -> None:
         self.stages = named(self.subtasks)
 
-    def watch(self, world: World) -> float:
+    def watch(self, world: "World") -> float:
         """Scores the new state, switches the lamp, returns the progress made."""
         record, before = self.record, self.current
         record.steps += 1
@@ -167,11 +169,11 @@ class Referee:
         record.drops = world.drops - self.lost_before
         return (self.current - before) / len(self.stages)
 
-    def _dark(self, world: World) -> bool:
+    def _dark(self, world: "World") -> bool:
         """Whether the stage that is next waits for a lamp: what is done before it lights counts for nothing."""
         return self.current in self.lamps and world.lamp <= self.lamps.index(self.current)
 
-    def _succeeds(self, name: str, stage: Stage, world: World) -> bool:
+    def _succeeds(self, name: str, stage: Stage, world: "World") -> bool:
         if stage.choice is None:
             return stage.done is not None and stage.done(world)
         choice = self._sure(stage.choice(world))
@@ -183,7 +185,7 @@ class Referee:
         world.dim_lamp()
         return choice == decision.answer
 
-    def _reconsider(self, world: World) -> None:
+    def _reconsider(self, world: "World") -> None:
         """Whoever decides right and then does the other thing has decided wrong."""
         waiting = self.current < len(self.stages) and self.stages[self.current][1].choice is not None
         if self.branch is None or waiting:  # at the next branch that one is watched
@@ -199,7 +201,7 @@ class Referee:
         self.leaning = (choice, self.leaning[1] + 1 if choice == self.leaning[0] else 1)
         return choice if self.leaning[1] >= SURE * self.rate else None
 
-    def _light(self, world: World) -> None:
+    def _light(self, world: "World") -> None:
         """The next lamp lights when its stage is next and the robot is at rest, but not before the delay is over, nor before
         a clock that knows nothing of the cue: otherwise the time would tell what the picture does not.
         """

@@ -16,7 +16,7 @@ from trace_memory.memory import Memory, MemoryState, PathFeatures, Readout
 
 
 class NoMemory(Memory):
-    """Remembers nothing and says nothing: the base policy."""
+    """Remembers nothing; its readout is zero: the base policy."""
 
     def _run(
         self, state: MemoryState, contents: Tensor, path: PathFeatures | None, valid: Tensor
@@ -78,13 +78,13 @@ def _past(steps: Tensor, kept: int, valid: Tensor) -> Past:
     return Past(torch.cat([old_real, causal & valid[:, None]], dim=-1), age)
 
 
-def _push(cell: Tensor, entries: Tensor, valid: Tensor) -> Tensor:
-    """The newest entries of cell and valid entries together, newest last."""
-    size = cell.shape[1]
-    rank = torch.cat([torch.ones_like(cell[:, :, 0], dtype=torch.long), valid.long()], dim=1)
+def _push(kept: Tensor, entries: Tensor, valid: Tensor) -> Tensor:
+    """The newest entries of kept and valid entries together, newest last."""
+    size = kept.shape[1]
+    rank = torch.cat([torch.ones_like(kept[:, :, 0], dtype=torch.long), valid.long()], dim=1)
     order = torch.argsort(rank, dim=1, stable=True)[:, -size:]  # invalid ones first, else in order
-    index = order[..., None].expand(-1, -1, cell.shape[-1])
-    return torch.cat([cell, entries], dim=1).gather(1, index)
+    index = order[..., None].expand(-1, -1, kept.shape[-1])
+    return torch.cat([kept, entries], dim=1).gather(1, index)
 
 
 class _Block(nn.Module):
@@ -97,9 +97,9 @@ class _Block(nn.Module):
         self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
         self.mlp = MLP(width, 2 * width, width)
 
-    def forward(self, x: Tensor, cell: Tensor, visible: Tensor, age: Tensor) -> Tensor:
-        """x (B, T, d), cell (B, W, d), visible (B, T, W + T), age bias (heads, B, T, W + T)."""
-        q, k, v = self.qkv(self.norm(torch.cat([cell, x], dim=1))).chunk(3, dim=-1)
+    def forward(self, x: Tensor, kept: Tensor, visible: Tensor, age: Tensor) -> Tensor:
+        """x (B, T, d), kept (B, W, d), visible (B, T, W + T), age bias (heads, B, T, W + T)."""
+        q, k, v = self.qkv(self.norm(torch.cat([kept, x], dim=1))).chunk(3, dim=-1)
         q, k, v = (y.unflatten(-1, (self.heads, -1)).transpose(1, 2) for y in (q[:, -x.shape[1] :], k, v))
         bias = torch.where(visible[:, None], age.transpose(0, 1), -torch.inf)
         mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=bias)
@@ -134,14 +134,14 @@ class TransformerContext(Memory):
         # a step that is not valid sees itself alone, so that no softmax is empty
         itself = torch.eye(valid.shape[1], dtype=torch.bool, device=valid.device)
         visible[..., self.window - 1 :] |= itself
-        cells = {}
+        tensors = {}
         x = self.embed(contents)
         for i, block in enumerate(self.blocks):
-            cell = state.tensors[f"layer{i}"]
-            cells[f"layer{i}"] = _push(cell, x, valid)
-            x = block(x, cell, visible, self.age[i][:, past.age.clamp(0, self.window - 1)])
+            kept = state.tensors[f"layer{i}"]
+            tensors[f"layer{i}"] = _push(kept, x, valid)
+            x = block(x, kept, visible, self.age[i][:, past.age.clamp(0, self.window - 1)])
         z = self.norm(x)
-        return cells, self._empty(z, z[..., None, :], torch.ones_like(z[..., :1]))
+        return tensors, self._empty(z, z[..., None, :], torch.ones_like(z[..., :1]))
 
 
 class LRUMemory(Memory):
@@ -164,26 +164,26 @@ class LRUMemory(Memory):
     def _run(
         self, state: MemoryState, contents: Tensor, path: PathFeatures | None, valid: Tensor
     ) -> tuple[dict[str, Tensor], Readout]:
-        cells = dict(state.tensors)
-        drive = (F.normalize(self.key(contents), dim=-1), self.value(contents), self.strength(contents))
+        tensors = dict(state.tensors)
+        inputs = (F.normalize(self.key(contents), dim=-1), self.value(contents), self.strength(contents))
         rows, zs, reads = [], [], []
-        for now, ok in zip(zip(*(x.unbind(1) for x in drive), strict=True), valid.unbind(1), strict=True):
-            new = self._advance(cells, *now)
-            cells = {n: torch.where(ok.view(-1, *[1] * (new[n].ndim - 1)), new[n], cells[n]) for n in cells}
-            rows.append(cells["rows"])
-            reads.append(cells["read"])
-            zs.append((cells["read"][:, None] @ cells["rows"])[:, 0])
-        return cells, self._empty(torch.stack(zs, 1), torch.stack(rows, 1), torch.stack(reads, 1))
+        for now, ok in zip(zip(*(x.unbind(1) for x in inputs), strict=True), valid.unbind(1), strict=True):
+            new = self._advance(tensors, *now)
+            tensors = {n: torch.where(ok.view(-1, *[1] * (new[n].ndim - 1)), new[n], tensors[n]) for n in tensors}
+            rows.append(tensors["rows"])
+            reads.append(tensors["read"])
+            zs.append((tensors["read"][:, None] @ tensors["rows"])[:, 0])
+        return tensors, self._empty(torch.stack(zs, 1), torch.stack(rows, 1), torch.stack(reads, 1))
 
-    def _advance(self, cells: dict[str, Tensor], key: Tensor, value: Tensor, strength: Tensor) -> dict[str, Tensor]:
-        least = F.one_hot(cells["usage"].argmin(-1), self.rows).to(value.dtype)
+    def _advance(self, tensors: dict[str, Tensor], key: Tensor, value: Tensor, strength: Tensor) -> dict[str, Tensor]:
+        least = F.one_hot(tensors["usage"].argmin(-1), self.rows).to(value.dtype)
         gate = torch.sigmoid(strength[:, :1])
-        write = gate * cells["read"] + (1 - gate) * least
-        kept = cells["rows"] * (1 - (1 - gate) * least)[..., None]  # the least used row is cleared as it is taken
+        write = gate * tensors["read"] + (1 - gate) * least
+        kept = tensors["rows"] * (1 - (1 - gate) * least)[..., None]  # the least used row is cleared as it is taken
         rows = kept + write[..., None] * value[:, None]
         sharp = 1 + 10 * torch.sigmoid(strength[:, 1:])
         read = torch.softmax(sharp * (F.normalize(rows, dim=-1, eps=1e-6) @ key[..., None])[..., 0], dim=-1)
-        return {"rows": rows, "usage": self.decay * cells["usage"] + read + write, "read": read}
+        return {"rows": rows, "usage": self.decay * tensors["usage"] + read + write, "read": read}
 
 
 class RetrievalPrompt(Memory):
@@ -218,11 +218,11 @@ class RetrievalPrompt(Memory):
         index = best.indices.flatten(1)[..., None].expand(-1, -1, self.width)
         prompt = all_values.gather(1, index).unflatten(1, best.indices.shape[1:]) * found[..., None]
         prompt, alpha = _pad(prompt, self.top, -2), _pad(alpha, self.top, -1)
-        cells = {
+        tensors = {
             "keys": _push(state.tensors["keys"], keys, valid),
             "values": _push(state.tensors["values"], values, valid),
         }
-        return cells, self._empty((alpha[..., None, :] @ prompt)[..., 0, :], prompt, alpha)
+        return tensors, self._empty((alpha[..., None, :] @ prompt)[..., 0, :], prompt, alpha)
 
 
 def _pad(x: Float[Tensor, "..."], size: int, dim: int) -> Float[Tensor, "..."]:

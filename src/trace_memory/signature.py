@@ -3,7 +3,7 @@
 A signature of depth p of a path in R^d lists its iterated integrals of levels 1..p, the scalar 1 omitted (Eq.
 path_signature_setup). Joining a straight segment multiplies by its exponential (Chen), so a step costs O(d^p) and needs no
 history. `fade` is a length in the path's own units over which old motion is forgotten (inf: the paper's signature);
-docs/decisions/0002 derives it and says why the default is finite. Standardisation lives in normalise.py.
+docs/decisions derives it and says why our form has a finite one. Standardisation lives in normalise.py.
 """
 
 import math

@@ -155,7 +155,7 @@ class ClosingGate(Gate):
     The logistic curve is stretched below zero and cut there, so that a closed gate writes exactly nothing and a slot keeps
     its content over any number of steps; a plain sigmoid leaks a little at every one. Biases spread from `ajar` to `shut`
     and the weights start `gain` times larger than usual: each channel then opens wide for some inputs and is closed to the
-    others, so that among many channels a few already single out any cue. docs/decisions/0003
+    others, so that among many channels a few already single out any cue.
     """
 
     def __init__(self, ajar: float = -3.0, shut: float = -5.0, gain: float = 6.0, margin: float = 0.05):

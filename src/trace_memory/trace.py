@@ -26,7 +26,7 @@ from trace_memory.slots import (
     WriteInputs,
 )
 
-# What our form fixes: each was tried, and docs/decisions/0002, 0003 and 0013 say why it is so.
+# What our form fixes: each was tried, and docs/decisions says why it is so.
 SLOTS = 4  # K
 DEPTH = 3  # p
 IDENTITY = 0.5  # lambda_eta
@@ -313,7 +313,7 @@ def _content_first(slots: Slots, content: int) -> None:
     """What is written starts as what is seen, and the slots' own columns start small, so that the recurrence is calm.
 
     The columns of g and dg in phi_w and the rho columns of phi_m and phi_beta start at zero: keys vary with every wiggle of
-    the path, and drown the cue. An anchor was seen, and starts as what is seen does. docs/decisions/0003
+    the path, and drown the cue. An anchor was seen, and starts as what is seen does.
     """
     slots.phi_w.first.weight[:, content : content + 2 * slots.width] = 0.0
     for phi in (slots.phi_m, slots.phi_beta):

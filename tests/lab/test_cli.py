@@ -11,7 +11,7 @@ from trace_lab import cli
 from trace_lab.cli import COMMANDS, main
 
 HEAVY = {"torch", "lerobot", "mujoco", "mink", "datasets", "av", "pandas", "matplotlib", "accelerate", "ray"}
-QUICK = sorted(COMMANDS.keys() - {"compare", "report", "params"})  # these three need scipy, MuJoCo or torch to be read
+QUICK = sorted(COMMANDS.keys() - {"params"})  # which counts torch's modules
 
 
 def loaded_by(code: str) -> subprocess.CompletedProcess:

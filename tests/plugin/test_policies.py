@@ -1,7 +1,7 @@
 """The policies: stock where nothing is asked for, the same memory in training and deployment, rows independent."""
 
 import copy
-import inspect
+import json
 import runpy
 import shutil
 import warnings
@@ -13,27 +13,34 @@ import pyarrow.compute
 import pyarrow.parquet
 import pytest
 import torch
-from lerobot.configs import FeatureType, PolicyFeature
+from draccus.utils import DecodingError
+from lerobot.configs import FeatureType, PolicyFeature, PreTrainedConfig
 from lerobot.datasets.factory import resolve_delta_timestamps
 from lerobot.datasets.lerobot_dataset import LeRobotDataset, LeRobotDatasetMetadata
 from lerobot.datasets.streaming_dataset import StreamingLeRobotDataset
 from lerobot.policies.act.configuration_act import ACTConfig
-from lerobot.policies.act.modeling_act import ACTDecoder, ACTPolicy
+from lerobot.policies.act.modeling_act import ACTPolicy
 from lerobot.policies.diffusion.configuration_diffusion import DiffusionConfig
-from lerobot.policies.diffusion.modeling_diffusion import DiffusionModel, DiffusionPolicy
+from lerobot.policies.diffusion.modeling_diffusion import DiffusionPolicy
 from lerobot.policies.factory import make_policy, make_pre_post_processors
 from lerobot.rollout.inference.rtc import supports_rtc_inference
+from safetensors.torch import load_file, save_file
 
 from lerobot_policy_trace import (
+    EpisodeBatch,
     MemoryOptions,
     TraceActConfig,
     TraceActPolicy,
     TraceDiffusionConfig,
     TraceDiffusionPolicy,
 )
-from lerobot_policy_trace.memory_head import Content
+from lerobot_policy_trace import session as session_module
+from lerobot_policy_trace.capture import Programs
+from lerobot_policy_trace.episodes import MemoryInputs
+from lerobot_policy_trace.memory_head import FORM, Content
+from lerobot_policy_trace.networks import MemoryBlock, MemoryUnet
 from lerobot_policy_trace.paths import Paths
-from trace_errors import DatasetError
+from trace_errors import CheckpointError, DatasetError, UsageError
 from trace_memory.registry import METHODS
 
 CAMERAS = [f"observation.images.{name}" for name in ("overhead", "left_wrist", "right_wrist")]
@@ -104,13 +111,12 @@ def test_memory_online_is_the_training_scan(kind, dtype, tolerance, dataset):
     policy, prepare, meta = ours(kind, dataset, dtype=dtype)
     for observation in frames(dataset, prepare, dtype, 11):
         policy.select_action(observation)
-    seen = []
-    scan = policy._scan
-    policy._scan = lambda *inputs: seen.append(scan(*inputs)) or seen[-1]
+    batch = batch_at(dataset, policy, prepare, meta, [10], dtype)
     with torch.no_grad():
-        policy(batch_at(dataset, policy, prepare, meta, [10], dtype))
+        maps = policy.encode_steps([policy._targets(batch)[key] for key in CAMERAS])
+        seen = policy._history(batch, [x[:, -1] for x in maps], {})
     assert policy.session.state.steps.tolist() == [11]
-    torch.testing.assert_close(policy.session.state.tensors["slots"], seen[0].slots, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(policy.session.state.tensors["slots"], seen.slots, rtol=tolerance, atol=tolerance)
     assert policy.session.state.tensors["slots"].abs().max() > 0
 
 
@@ -151,21 +157,30 @@ def test_rows_that_end_at_different_times(kind, dataset):
         torch.testing.assert_close(torch.cat(alone), torch.stack([x[row] for x in together]), rtol=1e-9, atol=1e-9)
 
 
+def joins(name: str) -> bool:
+    """Whether a weight joins the memory to the policy."""
+    return name.startswith("memory_head.adapter") or ".memory_encoder." in name
+
+
+def without_history(kind, policy, batch: dict) -> dict:
+    """A batch of ours as the stock policy gets it."""
+    steps, frames = policy.config.n_obs_steps, policy.config.memory.history_frames
+    keep = -1 if kind == "act" else [*range(steps - 1), steps + frames - 2]
+    return {key: x[:, keep] if key.startswith("observation.") and x.ndim > 1 else x for key, x in batch.items()}
+
+
 @BOTH
 def test_attached_to_a_trained_policy_nothing_changes(kind, dataset):
     """Loss and sixty actions are bit-equal to the stock policy's; then it trains."""
     meta = LeRobotDatasetMetadata("trace_bench/cable", root=dataset)
     torch.manual_seed(3)
     stock = STOCK[kind][1](STOCK[kind][0](**features(64), **SMALL[kind])).eval()
-    config = OURS[kind][0](memory=replace(WHOLE, attach="residual"), **features(64), **SMALL[kind])
-    policy = OURS[kind][1](config, dataset_meta=meta).eval()
-    missing, unexpected = policy.load_state_dict(stock.state_dict(), strict=False)
-    assert not unexpected
-    assert all(name.startswith("memory_head.") for name in missing)
-    prepare = make_pre_post_processors(config, dataset_stats=meta.stats)[0]
+    policy = OURS[kind][1].from_stock(stock, WHOLE, dataset_meta=meta).eval()
+    assert policy.config.memory == replace(WHOLE, attach="residual")
+    prepare = make_pre_post_processors(policy.config, dataset_stats=meta.stats)[0]
     batch = batch_at(dataset, policy, prepare, meta, [5, 70], torch.float32)
     losses = []
-    for each, given in ((stock, policy._stock(batch)), (policy, batch)):
+    for each, given in ((stock, without_history(kind, policy, batch)), (policy, batch)):
         torch.manual_seed(5)
         with torch.no_grad():
             losses.append(each(given)[0])
@@ -180,24 +195,38 @@ def test_attached_to_a_trained_policy_nothing_changes(kind, dataset):
     assert torch.equal(*actions)
     policy.train()
     policy(batch)[0].backward()
-    assert any(p.grad is not None and p.grad.abs().sum() > 0 for p in policy.memory_head.adapter.parameters())
+    assert any(p.grad is not None and p.grad.abs().sum() > 0 for name, p in policy.named_parameters() if joins(name))
 
 
-def test_gradient_checkpointing_is_refused_with_a_memory_only():
-    """It would compute the U-Net again when what the memory has said is gone."""
-    kind = "diffusion"
-    asked = {"gradient_checkpointing": True, **features(64), **SMALL[kind]}
-    with pytest.raises(ValueError, match="gradient_checkpointing: got true with a memory"):
-        OURS[kind][1](OURS[kind][0](memory=WHOLE, **asked))
-    OURS[kind][1](OURS[kind][0](memory=MemoryOptions(name="none"), **asked))
+def test_attaching_what_does_not_fit_is_refused():
+    stock = STOCK["act"][1](STOCK["act"][0](**features(64), **SMALL["act"]))
+    with pytest.raises(UsageError, match="stock: got a policy of type 'act', expected DiffusionConfig's"):
+        TraceDiffusionPolicy.from_stock(stock)
+    with pytest.raises(UsageError, match="got 'none', which is the policy you have"):
+        TraceActPolicy.from_stock(stock, MemoryOptions(name="none"))
 
 
-def test_a_memory_finds_the_unet_inside_what_torch_compile_makes_of_it():
+def test_gradient_checkpointing_changes_nothing(dataset):
+    """The blocks compute again what they were given, the readout included."""
+    policy, prepare, meta = ours("diffusion", dataset)
+    batch, found = batch_at(dataset, policy.train(), prepare, meta, [5, 70], torch.float32), []
+    for asked in (False, True):
+        policy.config.gradient_checkpointing = asked
+        policy.zero_grad()
+        torch.manual_seed(3)
+        loss = policy(batch)[0]
+        loss.backward()
+        found.append((loss.detach(), policy.memory_head.memory.slots.W_V_read.weight.grad.clone()))
+    assert found[0][1].abs().sum() > 0
+    torch.testing.assert_close(found[1], found[0])
+
+
+def test_the_unet_may_be_compiled():
     policy = OURS["diffusion"][1](OURS["diffusion"][0](compile_model=True, **features(64), **SMALL["diffusion"]))
-    assert policy._network is not policy.diffusion.unet
-    assert isinstance(policy._network, RecallingUnet)
-    widened = [part for part in policy._network.modules() if isinstance(part, WidenedLinear)]
-    assert len(widened) == len(policy.memory_head.adapter.columns) > 0
+    unet = policy.diffusion.unet._orig_mod
+    assert isinstance(unet, MemoryUnet)
+    blocks = [part for part in unet.modules() if isinstance(part, MemoryBlock)]
+    assert len(blocks) == len([part for part in blocks if hasattr(part, "memory_encoder")]) > 0
 
 
 @BOTH
@@ -235,7 +264,7 @@ def test_stock_parameters_keep_names_and_numbers(kind, count):
     with torch.device("meta"):
         policy = OURS[kind][1](OURS[kind][0](**features(96), **more))
         stock = STOCK[kind][1](STOCK[kind][0](**features(96), **more))
-    mine = {n: p.shape for n, p in policy.named_parameters() if not n.startswith("memory_head.")}
+    mine = {n: p.shape for n, p in policy.named_parameters() if not n.startswith("memory_head.") and not joins(n)}
     assert mine == {n: p.shape for n, p in stock.named_parameters()}
     assert sum(shape.numel() for shape in mine.values()) == count
 
@@ -261,15 +290,15 @@ def test_a_wrong_observation_changes_nothing(kind, dataset):
     expected = [policy.select_action(dict(row), **noise) for row in clocked]
     policy.reset()
     for step, row in enumerate(clocked):
-        before = policy.session.state
+        before = policy.session and policy.session.carried()
         bad = row | {
             key: torch.full_like(row[key], torch.nan) for key in ("observation.raw_state", "observation.state")
         }
         with pytest.raises(ValueError, match="has a NaN"):
             policy.select_action(bad, **noise)
-        with pytest.raises(ValueError, match=r"observation\.raw_state is missing: the policy's own preprocessor"):
+        with pytest.raises(ValueError, match=r"observation\.raw_state: is missing.*the policy's own preprocessor"):
             policy.select_action({k: v for k, v in row.items() if k != "observation.raw_state"})
-        assert policy.session.state is before
+        assert before is None or policy.session.carried() is before
         torch.testing.assert_close(policy.select_action(dict(row), **noise), expected[step])
     assert policy.session.state.steps.tolist() == [9]
 
@@ -288,11 +317,11 @@ def test_an_observation_that_comes_twice_is_written_once(kind, dataset):
 
 
 @BOTH
-def test_finished_rows_do_not_make_the_others_predict(kind, dataset):
+def test_finished_rows_do_not_make_the_others_predict(kind, dataset, monkeypatch):
     policy, prepare, _ = ours(kind, dataset)
     rows, calls = frames(dataset, prepare, torch.float32, 12), []
-    predict = policy._predict
-    policy._predict = lambda *inputs, **more: calls.append(1) or predict(*inputs, **more)
+    predict = policy.predict
+    monkeypatch.setattr(policy, "predict", lambda *inputs, **more: calls.append(1) or predict(*inputs, **more))
     for step, row in enumerate(rows):
         batch = {k: torch.cat([x, rows[min(step, 5)][k]]) for k, x in row.items() if k.startswith("observation.")}
         batch["observation.episode_step"] = torch.tensor([[float(step)], [float(min(step, 5))]])
@@ -335,19 +364,16 @@ def test_weights_of_contents_of_another_form_are_refused(dataset, strict):
         {n: x for n, x in weights.items() if not n.startswith("memory_head.")}, strict=False
     )  # a stock one's
     weights["memory_head.form"] = torch.tensor(1)  # contents were the mean over the picture
-    with pytest.raises(RuntimeError, match=r"recall\.form: got 1, expected 5"):
+    with pytest.raises(RuntimeError, match=rf"memory_head\.form: got 1, expected {FORM}"):
         policy.load_state_dict(weights, strict=strict)
     del weights["memory_head.form"]
-    with pytest.raises(RuntimeError, match=r"recall\.form: got 0, expected 5"):
+    with pytest.raises(RuntimeError, match=rf"memory_head\.form: got 0, expected {FORM}"):
         policy.load_state_dict(weights, strict=strict)
 
 
-def test_the_paper_pools_what_is_seen():
-    assert MemoryOptions(preset="paper").places == 1
-    assert MemoryOptions().places == 3
-    assert MemoryOptions(preset="paper", grid=2).places == 2
-    with pytest.raises(ValueError, match=r"memory\.grid: got 0, expected at least 1"):
-        MemoryOptions(grid=0)
+def test_the_paper_pools_what_is_seen(dataset):
+    grids = [ours("act", dataset, replace(WHOLE, name=name))[0].memory_head.content.grid for name in ("paper", "trace")]
+    assert grids == [1, 3]
     assert not list(Content(vision=512, channels=4, width=512, grid=1).vision.parameters())
     smaller = torch.randn(2, 8, 2, 2)  # than the grid: every place gets something
     assert Content(vision=8, channels=4, width=16, grid=3)([smaller], torch.zeros(2, 4)).isfinite().all()
@@ -360,7 +386,6 @@ def test_a_policy_can_be_copied_after_training(dataset):
     twin = copy.deepcopy(policy.eval())
     with torch.no_grad():
         torch.testing.assert_close(twin(batch)[0], policy(batch)[0])
-    assert twin.model.decoder.recall[1] is twin.memory_head.adapter
 
 
 def test_acting_before_training_is_reported_and_does_not_skip_the_statistics(dataset):
@@ -405,8 +430,7 @@ def test_every_frame_is_encoded_once(kind, dataset):
     """In training the history and the current frame, in deployment the current one, whether an action is due or queued."""
     policy, prepare, meta = ours(kind, dataset, replace(WHOLE, history_frames=4, history_stride=2))
     counts: list[int] = []
-    backbones = [policy.model.backbone] if kind == "act" else [encoder.backbone for encoder in policy._encoders]
-    for backbone in backbones:
+    for backbone in policy.backbones:
         backbone.register_forward_hook(lambda _, inputs, output: counts.append(len(inputs[0])))
     with torch.no_grad():
         policy(batch_at(dataset, policy, prepare, meta, [0, 3, 30], torch.float32))
@@ -465,14 +489,14 @@ def test_missed_observations_are_reported(dataset):
 
 def test_a_memory_that_is_never_written_is_reported(dataset, monkeypatch):
     policy, prepare, _ = ours("act", dataset)
-    monkeypatch.setitem(type(policy)._keep.__globals__, "IDLE", 3)
-    step = policy.memory_head.memory.step
+    monkeypatch.setattr(session_module, "IDLE", 3)
+    advance = policy.memory_head.memory.advance
 
     def idle(state, content, raw):
-        new, readout = step(state, content, raw)
-        return new._replace(cells=new.tensors | {"slots": torch.zeros_like(new.tensors["slots"])}), readout
+        new, readout = advance(state, content, raw)
+        return new._replace(tensors=new.tensors | {"slots": torch.zeros_like(new.tensors["slots"])}), readout
 
-    monkeypatch.setattr(policy.memory_head.memory, "step", idle)
+    monkeypatch.setattr(policy.memory_head.memory, "advance", idle)
     first, second, third = frames(dataset, prepare, torch.float32, 3)
     policy.observe(first)
     policy.observe(second)
@@ -526,11 +550,11 @@ def test_a_dataset_without_states_is_named(dataset):
     ("options", "message"),
     [
         ({"name": "tracce"}, "did you mean 'trace'"),
-        ({"preset": "huge"}, "memory.preset: got 'huge'"),
-        ({"rates": [-1]}, r"memory.rates: got \[-1\], expected a list of numbers of channels"),
+        ({"velocity_channels": [-1]}, r"memory.velocity_channels: got \[-1\], expected a list of numbers of channels"),
         ({"attach": "glue"}, "memory.attach: got 'glue', expected one of tokens, residual"),
-        ({"budget": 1}, "memory.budget"),
-        ({"slots": 0}, "memory slots: 0, expected a positive number"),
+        ({"history_frames": 1}, "memory.history_frames: got 1, expected 2 or more"),
+        ({"period": 0}, "memory.period: got 0, expected 1 or more"),
+        ({"width": 0}, "memory.width: got 0, expected 1 or more"),
     ],
 )
 def test_bad_options_are_named(options, message):
@@ -538,19 +562,142 @@ def test_bad_options_are_named(options, message):
         MemoryOptions(**options)
 
 
-SEAMS = {
-    ACTDecoder.forward: ["self", "x", "encoder_out", "decoder_pos_embed", "encoder_pos_embed"],
-    ACTPolicy.predict_action_chunk: ["self", "batch"],
-    ACTPolicy.forward: ["self", "batch"],
-    DiffusionModel._prepare_global_conditioning: ["self", "batch"],
-    DiffusionPolicy.predict_action_chunk: ["self", "batch", "noise"],
-    DiffusionPolicy.forward: ["self", "batch"],
-}
+@pytest.mark.parametrize("name", ["update_every", "rates", "preset", "path", "slots", "fade"])
+def test_options_of_version_0_1_are_refused_with_the_new_name(name, tmp_path):
+    TraceActConfig(**features(64)).save_pretrained(tmp_path)
+    told = json.loads((tmp_path / "config.json").read_text())
+    told["memory"][name] = 1
+    (tmp_path / "config.json").write_text(json.dumps(told))
+    with pytest.raises(DecodingError, match=rf"memory\.{name} is (now|not an option any more)"):
+        PreTrainedConfig.from_pretrained(tmp_path)
 
 
-@pytest.mark.parametrize("function", SEAMS, ids=lambda function: function.__qualname__)
-def test_lerobot_is_as_we_know_it(function):
-    assert list(inspect.signature(function).parameters) == SEAMS[function], (
-        f"LeRobot changed {function.__qualname__}: read its new form, adapt lerobot_policy_trace/modeling_trace.py, "
-        "then this table; until then pin the older LeRobot"
+def test_weights_of_version_0_1_are_refused(dataset, tmp_path):
+    policy, *_ = ours("act", dataset)
+    policy.save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    old = {name.replace("memory_head.", "recall."): x for name, x in weights.items()}
+    save_file(old, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"weights of version 0.1"):
+        TraceActPolicy.from_pretrained(tmp_path)
+
+
+def scatter(policy) -> None:
+    """Weights drawn anew, each by its name, so that none is zero and no normalisation the identity."""
+    for name, x in policy.state_dict().items():
+        if x.is_floating_point() and not name.endswith(("running_var", "pos_grid", "pos_enc")):
+            draw = torch.Generator().manual_seed(sum(name.encode()))
+            size = x[0].numel() if x.ndim > 1 else 4
+            x.copy_(torch.randn(x.shape, generator=draw) * (0.5 / size) ** 0.5)
+
+
+EXACT = [
+    ("act", {}),
+    ("act", {"use_vae": False, "pre_norm": True}),
+    ("diffusion", {}),
+    ("diffusion, one encoder", {}),
+    ("diffusion", {"n_obs_steps": 1, "prediction_type": "sample", "use_film_scale_modulation": True}),
+]
+
+
+@pytest.mark.parametrize(("kind", "more"), EXACT)
+@pytest.mark.parametrize("training", [True, False])
+def test_the_written_out_forward_is_the_stock_forward_to_the_bit(kind, more, training):
+    """Loss, every gradient and the predicted chunk; dropout, random crops and noise included."""
+    given, steps = features(64), more.get("n_obs_steps", 2)
+    stock = STOCK[kind][1](STOCK[kind][0](**given, **SMALL[kind] | more))
+    policy = OURS[kind][1](OURS[kind][0](memory=MemoryOptions(name="none"), **given, **SMALL[kind] | more))
+    scatter(stock)
+    policy.load_state_dict(stock.state_dict())
+    draw = torch.Generator().manual_seed(4)
+    length = policy.config.chunk_size if kind == "act" else policy.config.horizon
+    shape = (3,) if kind == "act" else (3, steps)
+    batch = {camera: torch.randn(*shape, 3, 64, 64, generator=draw) for camera in CAMERAS}
+    batch |= {"observation.state": torch.randn(*shape, 17, generator=draw)}
+    pad = torch.arange(length).expand(3, -1) > torch.tensor([[4], [length], [length - 2]])
+    actions = {"action": torch.randn(3, length, 17, generator=draw), "action_is_pad": pad}
+    losses = []
+    for each in (stock, policy):
+        each.train(training)
+        torch.manual_seed(9)
+        loss = each(batch | actions)[0]
+        loss.backward()
+        losses.append(loss.detach())
+    assert torch.equal(*losses)
+    for (name, mine), theirs in zip(policy.named_parameters(), stock.parameters(), strict=True):
+        assert (mine.grad is None) == (theirs.grad is None), name
+        assert mine.grad is None or torch.equal(mine.grad, theirs.grad), name
+    now = {key: x if kind == "act" else x[:, -1] for key, x in batch.items()}
+    chunks = []
+    for each in (stock, policy):
+        each.eval().reset()
+        torch.manual_seed(9)
+        chunks.append(torch.stack([each.select_action(dict(now)) for _ in range(3)]))
+    assert torch.equal(*chunks)
+
+
+@pytest.mark.parametrize("kind", ["act", "diffusion, one encoder"])
+def test_whole_episodes_and_single_targets_give_the_same_loss(kind, dataset):
+    """One scan for all targets, or a history for each: the same readouts where every frame is seen."""
+    policy, prepare, meta = ours(kind, dataset, dtype=torch.float64)
+    data, times = LeRobotDataset("trace_bench/cable", root=dataset), [3, 10]
+    batch = batch_at(dataset, policy, prepare, meta, times, torch.float64)
+    stock = without_history(kind, policy, batch)
+    wanted = ("observation.state", *CAMERAS)
+    shown = [cast(prepare({k: data[t][k] for k in wanted}), torch.float64) for t in range(11)]
+    path = torch.stack([data[t]["observation.state"] for t in range(11)]).double()
+    known = MemoryInputs(
+        states=path,
+        written=torch.arange(11)[None],
+        path=path[None],
+        valid=torch.ones(1, 11, dtype=torch.bool),
+        row=torch.zeros(2, dtype=torch.int64),
+        time=torch.tensor(times),
     )
+    whole = EpisodeBatch(
+        frames=tuple(torch.cat([each[camera] for each in shown]) for camera in CAMERAS),
+        encoded=False,
+        seen=torch.tensor(times)[:, None] + torch.arange(1 - policy.config.n_obs_steps, 1),
+        inputs={"observation.state": stock["observation.state"]},
+        actions=stock["action"],
+        action_is_pad=stock["action_is_pad"],
+        memory=known,
+    )
+    found = []
+    for each in (batch, whole):
+        torch.manual_seed(6)
+        with torch.no_grad():
+            found.append(policy(each)[0])
+    torch.testing.assert_close(found[1], found[0], rtol=1e-9, atol=1e-9)
+
+
+def test_what_is_captured_is_a_pure_function(dataset):
+    """ACT's network from tensors to tensors computes what the policy computes."""
+    policy, *_ = ours("act", dataset)
+    policy.train()
+    draw = torch.Generator().manual_seed(2)
+    maps = tuple(torch.randn(4, 512, 2, 2, generator=draw) for _ in CAMERAS)
+    known = MemoryInputs(
+        states=torch.randn(4, 17, generator=draw),
+        written=torch.arange(4)[None],
+        path=torch.randn(1, 4, 17, generator=draw),
+        valid=torch.ones(1, 4, dtype=torch.bool),
+        row=torch.zeros(2, dtype=torch.int64),
+        time=torch.tensor([1, 3]),
+    )
+    state = {"observation.state": torch.randn(2, 17, generator=draw)}
+    pad, actions = torch.zeros(2, 12, dtype=torch.bool), torch.randn(2, 12, 17, generator=draw)
+    batch = EpisodeBatch(maps, True, torch.tensor([[1], [3]]), state, actions, pad, known)  # noqa: FBT003
+    module, example = policy.flat_network(batch)
+    seen, losses = [], []
+
+    def network(*given):
+        seen.append(module.given(*given))
+        made, *latent = module(*seen[-1])
+        return made, tuple(latent) or (None, None)
+
+    for programs in (None, Programs(network=network)):
+        torch.manual_seed(5)
+        losses.append(policy(batch, programs=programs)[0])
+    assert torch.equal(*losses)
+    assert [x.shape for x in example] == [x.shape for x in seen[0]]
