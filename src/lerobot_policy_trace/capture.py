@@ -68,12 +68,13 @@ def graphed(module: nn.Module, example: tuple[Tensor, ...]) -> Callable[..., Any
     with torch.autocast("cuda", torch.bfloat16, enabled=torch.is_autocast_enabled("cuda"), cache_enabled=False):
         run: Any = torch.cuda.make_graphed_callables(module, example, allow_unused_input=True)
 
-    def call(*given: Tensor) -> Any:
-        for number, (x, like) in enumerate(zip(given, example, strict=True)):
+    def call(*given: Tensor | None) -> Any:
+        there = [x for x in given if x is not None]  # a policy without a memory has no readout
+        for number, (x, like) in enumerate(zip(there, example, strict=True)):
             if (x.shape, x.dtype, x.device) != (like.shape, like.dtype, like.device):
                 came, wanted = (f"{tuple(t.shape)} {t.dtype} on {t.device}" for t in (x, like))
                 raise UsageError(f"input {number} of a captured network: got {came}, expected {wanted}")
-        return run(*given)
+        return run(*there)
 
     return call
 

@@ -26,6 +26,7 @@ from trace_errors import DatasetError, RunError, SimulationError, UsageError
 from trace_lab import dataset, gallery
 from trace_lab.dataset import WORK, Attempt, Finished, Settings, shard
 from trace_lab.progress import progress
+from trace_lab.run import write_json
 
 if TYPE_CHECKING:
     from trace_bench.env import BenchEnv
@@ -220,7 +221,7 @@ def make(plan: Plan, pool: Executor, window: int, console: Console) -> Result:
             finished = dataset.check(out, settings)
             missing = plan.episodes - finished.episodes
             if missing > 0:
-                dataset.write_json(out / WORK / "settings.json", vars(settings))
+                write_json(out / WORK / "settings.json", vars(settings))
                 tries = episodes(plan, finished.attempts, missing, pool, window, console)
                 steps = sum(attempt.steps for attempt in tries)
                 finished = assemble(plan, finished, tries, pool, console)

@@ -235,8 +235,7 @@ def say(console: Console, text: str) -> None:
 
 def check_folder(plan: Plan) -> None:
     """The folder is new, or one of the same settings; then notes what was asked for."""
-    from trace_lab.dataset import write_json
-    from trace_lab.run import commit, differences, versions
+    from trace_lab.run import commit, differences, versions, write_json
 
     note = plan.out / "compare.json"
     recipes = {f"{policy}+{memory}": plan.made(policy, memory).to_dict() for policy, memory in plan.methods}

@@ -31,6 +31,7 @@ from numpy.typing import NDArray
 
 from trace_bench.tasks import VERSIONS
 from trace_errors import ControlError, DatasetError, SimulationError
+from trace_lab.run import write_json
 
 if TYPE_CHECKING:
     from trace_bench.env import BenchEnv, Observation
@@ -241,14 +242,6 @@ def _check_videos(root: Path, steps: int, rate: int) -> None:
 
 
 # -- folders ------------------------------------------------------------------------------------------------------------
-
-
-def write_json(path: Path, value: Any) -> None:
-    """All of it or nothing."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f"{path.name}.tmp")
-    temporary.write_text(json.dumps(value, indent=1) + "\n")
-    temporary.replace(path)
 
 
 def check(out: Path, settings: Settings) -> Finished:

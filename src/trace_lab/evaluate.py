@@ -272,8 +272,8 @@ def finish(
     settings: Settings, config: Any, out: Path, rows: int | None, workers: int | None, videos: int, console: Console
 ) -> tuple[Settings, Fields]:
     """Plays what is missing in a folder. Returns the settings of all that it holds then, and their summary."""
-    from trace_lab.dataset import write_json
     from trace_lab.rollout import Rows
+    from trace_lab.run import write_json
 
     check(out, settings)
     with opened(out) as file:

@@ -1,5 +1,5 @@
 """The policy that a recipe asks for, on a dataset: its cameras, its configuration, its pipelines, and the encoder it starts
-with. Training it is `train`'s matter.
+with. Training it is `training`'s matter.
 """
 
 import re

@@ -138,8 +138,8 @@ def profile(
     import torch
 
     from lerobot_policy_trace.compiled import PRECISIONS
-    from trace_lab.dataset import write_json
     from trace_lab.rollout import device_of
+    from trace_lab.run import write_json
     from trace_lab.stopwatch import Stopwatch, measure, threads
 
     console, place = Console(stderr=json_), device_of(device)

@@ -57,7 +57,7 @@ def learner_for(batches: Batches):
 def readouts(learner, batch: EpisodeBatch):
     """Of every target of a batch, as the loss gets them."""
     with torch.no_grad():
-        return learner._episodes(batch, {}, None)[1]
+        return learner._whole(batch, {}).readout
 
 
 def deployed(store, learner, before, episode: int) -> list:
