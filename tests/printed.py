@@ -56,7 +56,7 @@ SHORTER = {  # program and first word -> sizes
 SIZES = {
     "lerobot-eval": "--env.size=32",
     "lerobot-rollout": "--robot.size=32",
-}  # those of `collect` above, if none is printed
+}  # of `collect` above, where none is printed
 INCONCLUSIVE = {"probe-task": {0, 1}}  # so few episodes prove nothing either way
 
 

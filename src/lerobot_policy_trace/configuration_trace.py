@@ -3,10 +3,7 @@ keep their names and meaning; `--policy.memory.name=none` is the stock policy.
 """
 
 from dataclasses import dataclass, field
-from typing import Any
 
-import draccus
-from draccus.utils import DecodingError
 from lerobot.configs.policies import PreTrainedConfig
 from lerobot.policies.act.configuration_act import ACTConfig
 from lerobot.policies.diffusion.configuration_diffusion import DiffusionConfig
@@ -98,18 +95,6 @@ class MemoryOptions:
     def history(self) -> list[int]:
         """Frames a target of lerobot-train sees, relative to it: I_{L,r}(t) of the paper."""
         return [-FAR, *(-self.history_stride * back for back in range(self.history_frames - 2, -1, -1))]
-
-
-def _decode(raw: Any, path: Any = ()) -> MemoryOptions:
-    """From a configuration file or the command line; names of version 0.1 are refused with the new one."""
-    for name in raw if isinstance(raw, dict) else ():
-        if name in RENAMED:
-            raise DecodingError(path, f"memory.{name} {RENAMED[name]} (CHANGELOG, 0.2)")
-    options: MemoryOptions = draccus.parsers.decoding.decode_dataclass(MemoryOptions, raw, path)
-    return options
-
-
-draccus.decode.register(MemoryOptions, _decode)
 
 
 @PreTrainedConfig.register_subclass("trace_act")

@@ -11,12 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from draccus.utils import ParsingError
 from lerobot.configs import FeatureType, NormalizationMode, PreTrainedConfig
 from lerobot.policies.factory import get_policy_class, make_pre_post_processors
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from lerobot_policy_trace.configuration_trace import RENAMED
 from trace_errors import CheckpointError
 
 WEIGHTS = "model.safetensors"
@@ -86,9 +88,16 @@ def policy_type(folder: Path, expected: tuple[str, ...] = tuple(STEPS)) -> str:
 
 
 def load_configuration(folder: Path, **options: Any) -> Any:
-    """The policy's configuration, when its type is known and its processors are harmless."""
-    check_processors(policy_type(folder), folder)
-    return PreTrainedConfig.from_pretrained(folder, **options)
+    """The policy's configuration, when its type and options are known and its processors are harmless."""
+    kind, memory = policy_type(folder), _read(folder / CONFIG).get("memory")
+    for name in memory if isinstance(memory, dict) else ():
+        if name in RENAMED:
+            raise CheckpointError(f"{folder / CONFIG}: memory.{name} {RENAMED[name]} (CHANGELOG, 0.2)")
+    check_processors(kind, folder)
+    try:
+        return PreTrainedConfig.from_pretrained(folder, **options)
+    except ParsingError as error:
+        raise CheckpointError(f"{folder / CONFIG}: {' '.join(str(error.__cause__ or error).split())[:300]}") from error
 
 
 def load_processors(config: Any, folder: Path, **options: Any) -> tuple[Any, Any]:
