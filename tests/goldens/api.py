@@ -122,11 +122,11 @@ def encode(policy: Any, frames: list[Tensor]) -> list[Tensor]:
     return list(policy.encode(frames))
 
 
-def update(policy: Any, given: dict[str, Any], *, frozen: bool) -> Any:
-    """Loss and logs of whole episodes."""
+def episode_batch(policy: Any, given: dict[str, Any], *, frozen: bool) -> EpisodeBatch:
+    """Whole episodes for an update."""
     names = ("states", "written", "path", "valid", "row", "time")
     known = None if policy.memory_head is None else MemoryInputs(**{name: given[name] for name in names})
-    batch = EpisodeBatch(
+    return EpisodeBatch(
         frames=tuple(given["frames"]),
         encoded=frozen,
         seen=given["seen"],
@@ -135,7 +135,11 @@ def update(policy: Any, given: dict[str, Any], *, frozen: bool) -> Any:
         action_is_pad=given["action_is_pad"],
         memory=known,
     )
-    return policy(batch)
+
+
+def update(policy: Any, given: dict[str, Any], *, frozen: bool) -> Any:
+    """Loss and logs of whole episodes."""
+    return policy(episode_batch(policy, given, frozen=frozen))
 
 
 def compile(policy: Any, rows: int) -> None:

@@ -322,6 +322,15 @@ def budget(api: Any, *, dtype: torch.dtype, kind: str, memory: dict[str, Any], t
     """An update on a batch of LeRobot's, in which each target brings its history: the paper's scan."""
     policy = ready(api, kind, memory | {"history_frames": 4, "history_stride": 2}, dtype)
     policy.train(train)
+    batch = history(policy, dtype)
+    with material.drawn("update", dtype), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        loss, logs = policy(batch)
+    return learned(api, policy, loss, logs)
+
+
+def history(policy: Any, dtype: torch.dtype) -> dict[str, Any]:
+    """A batch as LeRobot's loader makes it for a policy with a memory."""
     states, starts, _ = material.paths()
     chosen = [(0, 0), (1, 3), (2, 11)]
     deltas = policy.config.observation_delta_indices
@@ -338,10 +347,7 @@ def budget(api: Any, *, dtype: torch.dtype, kind: str, memory: dict[str, Any], t
     batch["index"] = torch.tensor([int(starts[e]) + t for e, t in chosen])
     for name in ("observation.state", *CAMERAS):
         batch[f"{name}_is_pad"] = torch.tensor([[t + by < 0 for by in deltas] for _, t in chosen])
-    with material.drawn("update", dtype), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        loss, logs = policy(batch)
-    return learned(api, policy, loss, logs)
+    return batch
 
 
 def control(

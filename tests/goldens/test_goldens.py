@@ -1,12 +1,7 @@
 """What the code computes is what was recorded before it was rebuilt; how and from what is told in README.md."""
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from goldens import api, cases, material, record
 

@@ -1,0 +1,211 @@
+"""Nobody operates on a policy: before, during and after an update and a control step no module has a hook, an attribute that
+hides a method, another class than it was made with, or other parts than before; and nobody changes a batch.
+"""
+
+import ast
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+from unittest import mock
+from weakref import WeakKeyDictionary
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from goldens import api, cases, material
+
+ROOT = Path(__file__).parents[2]
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+WAYS = ("eager", "compiled", "whole episodes", "encoded episodes", "LeRobot's batch", "attached")
+OFTEN = 40  # forward calls from one look at all modules to the next; each looks at its own
+Seen = dict[str, tuple[int, type]]
+Built = WeakKeyDictionary[nn.Module, type]
+
+
+def wounds(module: nn.Module, built: Built, name: str = "") -> list[str]:
+    """What was done to a module that nobody should do."""
+    kind = type(module)
+    found = [f"{name}: {kind.__name__} has {hooks}" for hooks in HOOKS if getattr(module, hooks)]
+    hidden = [attribute for attribute in vars(module) if callable(getattr(kind, attribute, None))]
+    found += [f"{name}: its {attribute} hides that of {kind.__name__}" for attribute in hidden]
+    if (first := built.get(module, kind)) is not kind:
+        found.append(f"{name}: is a {kind.__name__}, and was made as a {first.__name__}")
+    return found
+
+
+def parts(policy: nn.Module) -> Seen:
+    """Every module by name: which it is, and its class."""
+    return {name: (id(module), type(module)) for name, module in policy.named_modules(remove_duplicate=False)}
+
+
+class Surveillance:
+    """Looks at policies while they compute."""
+
+    def __init__(self, built: Built):
+        self.built, self.watched, self.found, self.calls = built, list[tuple[nn.Module, Seen]](), list[str](), 0
+
+    def watch(self, policy: nn.Module) -> None:
+        """From now on this one, too, shall stay what it is."""
+        self.watched.append((policy, parts(policy)))
+
+    def look(self) -> None:
+        """At every module of every policy."""
+        for policy, before in self.watched:
+            now = parts(policy)
+            self.found += [
+                f"{name}: was exchanged" for name in before.keys() | now.keys() if before.get(name) != now.get(name)
+            ]
+            for name, module in policy.named_modules():
+                self.found += wounds(module, self.built, name)
+
+    def __call__(self, frame: FrameType, event: str, _: Any) -> None:
+        """What Python calls for every function."""
+        module = frame.f_locals.get("self") if event == "call" and frame.f_code.co_name == "forward" else None
+        if isinstance(module, nn.Module):
+            self.calls += 1
+            self.found += wounds(module, self.built)
+            if self.calls % OFTEN == 1:
+                self.look()
+
+    @contextmanager
+    def during(self) -> Iterator[None]:
+        """While this lasts, and before and after it."""
+        self.look()
+        sys.setprofile(self)
+        try:
+            yield
+        finally:
+            sys.setprofile(None)
+        self.look()
+
+
+@contextmanager
+def births() -> Iterator[Built]:
+    """The class as which every module is made meanwhile."""
+    found: Built = WeakKeyDictionary()
+    make = nn.Module.__init__
+
+    def noted(self: nn.Module, *given: Any, **options: Any) -> None:
+        found[self] = type(self)
+        make(self, *given, **options)
+
+    with mock.patch.object(nn.Module, "__init__", noted):
+        yield found
+
+
+def notes(x: Any) -> Any:
+    """What a batch holds, as something that can be compared: which tensors, and how often each was written to."""
+    if isinstance(x, Tensor):
+        return id(x), x._version
+    if isinstance(x, dict):
+        return {name: notes(each) for name, each in x.items()}
+    if isinstance(x, tuple | list):
+        return [notes(each) for each in x]
+    return {name: notes(each) for name, each in vars(x).items()} if hasattr(x, "__dataclass_fields__") else x
+
+
+def update(policy: Any, batch: Any, eyes: Surveillance) -> None:
+    """Three updates, as a training loop makes them."""
+    policy.train()
+    optimizer, before = torch.optim.AdamW(policy.get_optim_params(), lr=1e-4), notes(batch)
+    with eyes.during():
+        for _ in range(3):
+            policy(batch)[0].backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert notes(batch) == before
+
+
+def control(policy: Any, eyes: Surveillance) -> None:
+    """Six steps of two rows, of which one begins anew."""
+    for step in range(6):
+        rows = [(0, step), (1, step % 4)]
+        batch = material.observation(rows, torch.float32)
+        before = notes(batch)
+        with eyes.during():
+            if step == 4:
+                policy.observe(batch)
+            else:
+                policy.select_action(batch)
+        assert notes(batch) == before
+
+
+@pytest.mark.parametrize("kind", ["act, vae", "act, residual", "diffusion", "diffusion, separate"])
+@pytest.mark.parametrize("way", WAYS)
+def test_nobody_operates_on_a_policy(kind, way):
+    if way == "attached" and kind not in ("act, residual", "diffusion"):
+        pytest.skip("it is attached the same way")
+    memory = cases.TRACE | {"history_frames": 4, "history_stride": 2}
+    with births() as built, warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        policy = cases.small(api, kind, memory, attached=way == "attached")
+        material.fill(api.named(policy))
+        api.give_paths(policy, api.paths(*material.paths()))
+        eyes = Surveillance(built)
+        eyes.watch(policy)
+        if way == "compiled":
+            eyes.watch(policy.compile_for_control(rows=2).policy)
+        if way in ("eager", "compiled", "attached"):
+            control(policy, eyes)
+        if way == "attached" or way == "LeRobot's batch":
+            policy.use_eager()
+            update(policy, cases.history(policy, torch.float32), eyes)
+        if way.endswith("episodes"):
+            given = cases.targets(policy, torch.float32, [1, 0], [[5, 9], [0, 8]])
+            if way.startswith("encoded"):
+                given["frames"] = [x.detach() for x in policy.encode(given["frames"])]
+            update(policy, api.episode_batch(policy, given, frozen=way.startswith("encoded")), eyes)
+    assert eyes.calls > 100
+    assert not eyes.found, "\n".join(dict.fromkeys(eyes.found))
+
+
+def swapped(policy: Any) -> None:
+    policy.model.backbone = nn.Identity()
+
+
+def hidden(policy: Any) -> None:
+    policy.model.forward = policy.model.forward
+
+
+def hooked(policy: Any) -> None:
+    policy.model.backbone.register_forward_hook(lambda *_: None)
+
+
+def renamed(policy: Any) -> None:
+    policy.model.decoder.__class__ = type("Other", (type(policy.model.decoder),), {})
+
+
+@pytest.mark.parametrize("operate", [swapped, hidden, hooked, renamed])
+def test_an_operation_is_noticed(operate: Callable[[Any], None]):
+    with births() as built:
+        policy = cases.small(api, "act", cases.TRACE)
+        eyes = Surveillance(built)
+        eyes.watch(policy)
+        eyes.look()
+        assert not eyes.found
+        operate(policy)
+        eyes.look()
+    assert eyes.found
+
+
+def test_no_source_asks_for_an_operation():
+    """Nor for hooks that carry data: what is written in the public packages."""
+    found = []
+    for file in sorted(
+        path for name in ("trace_memory", "lerobot_policy_trace") for path in (ROOT / "src" / name).glob("*.py")
+    ):
+        for node in ast.walk(ast.parse(file.read_text())):
+            targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+            for target in targets:
+                inner = target.value if isinstance(target, ast.Subscript) else target
+                if isinstance(inner, ast.Attribute) and inner.attr in ("__class__", "__dict__", "forward"):
+                    found.append(f"{file.name}:{node.lineno}: assigns to {inner.attr}")
+            name = node.func.attr if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) else ""
+            if name.startswith("register_") and name.endswith("hook"):
+                found.append(f"{file.name}:{node.lineno}: {name}")
+    assert not found, found
