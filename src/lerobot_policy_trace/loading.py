@@ -6,6 +6,7 @@ Weights that a seed draws need not be stored: a lean checkpoint has the seed in 
 import contextlib
 import json
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -110,13 +111,12 @@ def load_processors(config: Any, folder: Path, **options: Any) -> tuple[Any, Any
         raise CheckpointError(f"{folder}: its processors cannot be loaded. {reason}") from error
 
 
-def load_policy(folder: Path, device: str = "cpu", **options: Any) -> tuple[Any, Any, Any]:
+def load_policy(folder: Path, device: str = "cpu") -> tuple[Any, Any, Any]:
     """A trained policy of a folder that `save_pretrained` wrote, and its pre- and postprocessor, ready to act on a device.
 
     Args:
         folder: with config.json, model.safetensors and the processor files.
         device: cpu or cuda.
-        options: fields of the configuration that shall have another value.
 
     Returns:
         The policy in evaluation mode, its preprocessor and its postprocessor.
@@ -129,9 +129,7 @@ def load_policy(folder: Path, device: str = "cpu", **options: Any) -> tuple[Any,
         >>> policy, before, after = load_policy("checkpoints/signal/trace")  # doctest: +SKIP
     """
     config = load_configuration(Path(folder), cli_overrides=[f"--device={device}"])
-    config.pretrained_backbone_weights = None  # they come from the checkpoint, not from the network
-    for name, value in options.items():
-        setattr(config, name, value)
+    config = replace(config, pretrained_backbone_weights=None)  # they come from the checkpoint, not from the network
     with contextlib.redirect_stdout(StringIO()):  # LeRobot prints
         try:
             policy = get_policy_class(config.type).from_pretrained(folder, config=config, strict=True)

@@ -2,6 +2,7 @@
 a memory has statistics of its own and a key must mean the same in every policy.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -36,8 +37,8 @@ def with_raw_state(pipelines: tuple[Any, Any]) -> tuple[Any, Any]:
     """A policy's pipelines with that step in front of the normaliser."""
     before, after = pipelines
     place = next(i for i, step in enumerate(before.steps) if isinstance(step, NormalizerProcessorStep))
-    before.steps = [*before.steps[:place], KeepRawState(), *before.steps[place:]]
-    return before, after
+    steps = [*before.steps[:place], KeepRawState(), *before.steps[place:]]
+    return replace(before, steps=steps), after
 
 
 def make_trace_act_pre_post_processors(config: TraceActConfig, dataset_stats: Stats = None) -> tuple[Any, Any]:
