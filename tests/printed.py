@@ -3,13 +3,15 @@ that make what it needs. What takes long is shortened by arguments that are appe
 with defaults. `TRACE_FULL=1` in the environment leaves them away: then everything runs exactly as printed, for hours.
 """
 
+import contextlib
+import io
 import os
 import re
 import shlex
 import subprocess
 import sys
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -137,24 +139,33 @@ class Reader:
             if (size := SIZES.get(command.program, "")).split("=")[0] not in command.line:
                 words.append(size)
         program, *arguments = words
-        if program == "tracemem":
-            program, arguments = sys.executable, ["-m", "trace_lab.cli", *arguments]
-        else:
-            program = str(Path(sys.executable).with_name(program))
-        ended = subprocess.run(
-            [program, *arguments], cwd=self.folder, env=self.environment(), text=True, capture_output=True, timeout=600
-        )
-        output = ended.stdout + ended.stderr
-        assert ended.returncode in INCONCLUSIVE.get(command.words[1], {0}), f"{command.line}\n{output[-4000:]}"
-        assert output.strip(), f"{command.line} says nothing"
+        code, said = (self.here if program == "tracemem" else self.apart)(program, arguments)
+        assert code in INCONCLUSIVE.get(command.words[1], {0}), f"{command.line}\n{said[-4000:]}"
+        assert said.strip(), f"{command.line} says nothing"
 
+    def here(self, program: str, arguments: list[str]) -> tuple[int, str]:
+        """Our commands, in this process: importing LeRobot anew for each would take longer than what they do."""
+        from trace_lab.cli import main
+
+        said = io.StringIO()
+        with contextlib.chdir(self.folder), contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+            return main(arguments), said.getvalue()
+
+    def apart(self, program: str, arguments: list[str]) -> tuple[int, str]:
+        """LeRobot's commands, as they are installed."""
+        script = Path(sys.executable).with_name(program)
+        ended = subprocess.run(
+            [script, *arguments], cwd=self.folder, env=self.environment, text=True, capture_output=True, timeout=600
+        )
+        return ended.returncode, ended.stdout + ended.stderr
+
+    @cached_property
     def environment(self) -> dict[str, str]:
         """No network: what LeRobot would fetch for ACT's encoder lies where it would be kept."""
         import torch
         import torchvision
 
         weights = self.folder / "torch/hub/checkpoints/resnet18-f37072fd.pth"
-        if not weights.exists():
-            weights.parent.mkdir(parents=True)
-            torch.save(torchvision.models.resnet18().state_dict(), weights)
+        weights.parent.mkdir(parents=True)
+        torch.save(torchvision.models.resnet18().state_dict(), weights)
         return os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "TORCH_HOME": str(self.folder / "torch")}

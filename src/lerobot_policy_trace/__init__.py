@@ -6,9 +6,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from lerobot_policy_trace import env as env
-from lerobot_policy_trace import robot as robot
 from lerobot_policy_trace.configuration_trace import MemoryOptions, TraceActConfig, TraceDiffusionConfig
 from lerobot_policy_trace.episodes import EpisodeBatch
+from lerobot_policy_trace.robot import TraceBenchRobot as TraceBenchRobot  # LeRobot looks for a robot's class here
 
 if TYPE_CHECKING:
     from lerobot_policy_trace.modeling_trace import TraceActPolicy, TraceDiffusionPolicy

@@ -39,7 +39,7 @@ def test_a_printed_command_runs(command, reader):
     reader.run(command)
 
 
-def test_an_attached_policy_acts_as_before_and_trains(reader):
+def test_an_attached_policy_acts_as_before_and_trains(reader, monkeypatch):
     """The README's three lines: train ACT, attach a memory, train both."""
     from lerobot.configs.policies import PreTrainedConfig
     from lerobot.policies.factory import get_policy_class, make_pre_post_processors
@@ -49,6 +49,7 @@ def test_an_attached_policy_acts_as_before_and_trains(reader):
         for start in ("lerobot-train --policy.type=act ", "tracemem attach ", "lerobot-train --policy.path=")
     )
     reader.run(train)
+    monkeypatch.setenv("TORCH_HOME", reader.environment["TORCH_HOME"])
     last = "checkpoints/last/pretrained_model"
     actions = []
     for path in (reader.folder / act.makes / last, reader.folder / attach.makes):
@@ -138,7 +139,7 @@ def test_evaluation_and_rollout(trained, tmp_path):
     ("words", "message"),
     [
         (["nowhere"], "no config.json there"),
-        (["{trained}"], "of type 'trace_act', expected 'act' or 'diffusion'"),
+        (["{trained}"], "of type 'trace_act', expected one of act, diffusion"),
         (["{trained}", "--memory", "none"], "memory: got 'none', which is the policy you have"),
     ],
 )
