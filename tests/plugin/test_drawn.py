@@ -5,11 +5,11 @@ from pathlib import Path
 import pytest
 import torch
 from lerobot.configs import FeatureType, PolicyFeature
-from lerobot_policy_trace.drawn import SEED, DrawnError, is_lean, leave_out
 from safetensors.torch import load_file, save_file
 
-from lerobot_policy_trace import MemoryOptions, TraceActConfig
-from lerobot_policy_trace.modeling_trace import TraceActPolicy
+from lerobot_policy_trace import MemoryOptions, TraceActConfig, TraceActPolicy
+from lerobot_policy_trace.loading import SEED, is_lean, leave_out
+from trace_errors import CheckpointError
 from trace_lab.cli import main
 from trace_lab.results import read
 
@@ -23,7 +23,7 @@ def begun(seed: int) -> TraceActPolicy:
     config = TraceActConfig(
         input_features={"observation.state": PolicyFeature(FeatureType.STATE, (17,)), **pictures},
         output_features={"action": PolicyFeature(FeatureType.ACTION, (17,))},
-        memory=MemoryOptions(preset="tiny", depth=2), pretrained_backbone_weights=None, device="cpu", use_vae=False,
+        memory=MemoryOptions(width=32, hidden=32), pretrained_backbone_weights=None, device="cpu", use_vae=False,
         dim_model=32, n_heads=2, dim_feedforward=32, n_encoder_layers=1, chunk_size=8, n_action_steps=3,
     )  # fmt: skip
     torch.manual_seed(seed)
@@ -61,7 +61,7 @@ def test_another_draw_is_refused(packed, tmp_path):
     policy, folder = packed
     policy.config.save_pretrained(tmp_path)
     save_file(load_file(folder / WEIGHTS), tmp_path / WEIGHTS, {SEED: "4"})
-    with pytest.raises(DrawnError, match=r"model.backbone.conv1.weight was left out because seed 4 draws it"):
+    with pytest.raises(CheckpointError, match=r"model.backbone.conv1.weight was left out because seed 4 draws it"):
         TraceActPolicy.from_pretrained(tmp_path)
 
 
