@@ -3,33 +3,35 @@
 import json
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-import torch
 import tyro
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
-from torch import nn
-from torch.utils.flop_counter import FlopCounterMode
 
-from trace_memory.adapters import ConditionAdapter, FeatureModulation, RegressionAdapter
 from trace_memory.config import MemoryConfig, build
-from trace_memory.memory import Memory
 from trace_memory.registry import METHODS
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from trace_memory.memory import Memory
 
 # Outputs of the maps of the condition in LeRobot's U-Net (scale and shift), two a level: down, in the middle, up.
 UNET = [2 * width for width in (512, 1024, 2048, 2048, 1024, 512) for _ in range(2)]
 FORMS = ("trace", "paper")  # whose maps are counted one by one
 
 
-def count(module: nn.Module) -> int:
+def count(module: "nn.Module") -> int:
     """Learned numbers in a module."""
     return sum(parameter.numel() for parameter in module.parameters())
 
 
-def maps(memory: Memory) -> Iterator[tuple[str, str, int]]:
+def maps(memory: "Memory") -> Iterator[tuple[str, str, int]]:
     """Each map of TRACE with its layers, e.g. ("phi_g", "5219 -> 512 -> 512", 2935296)."""
+    from torch import nn
+
     for owner in ("keys", "slots"):
         for name, child in getattr(memory, owner).named_children():
             layers = [layer for layer in child.modules() if isinstance(layer, nn.Linear)]
@@ -40,6 +42,8 @@ def maps(memory: Memory) -> Iterator[tuple[str, str, int]]:
 
 def adapters(c: MemoryConfig) -> dict[str, dict[str, int]]:
     """Parts of each adapter and their sizes."""
+    from trace_memory.adapters import ConditionAdapter, FeatureModulation, RegressionAdapter
+
     regression, condition = RegressionAdapter(c.width, c.width), ConditionAdapter(c.width, c.hidden)
     return {
         "regression": {
@@ -56,6 +60,9 @@ def adapters(c: MemoryConfig) -> dict[str, dict[str, int]]:
 
 def memories(width: int, hidden: int) -> dict[str, dict[str, float]]:
     """For every memory: learned numbers, bytes of state a row, million multiply-adds a step (matrix products)."""
+    import torch
+    from torch.utils.flop_counter import FlopCounterMode
+
     table = {}
     for name in METHODS:
         memory = build(MemoryConfig(name=name, content=2 * width, width=width, hidden=hidden)).eval()
