@@ -193,19 +193,48 @@ def test_an_operation_is_noticed(operate: Callable[[Any], None]):
     assert eyes.found
 
 
-def test_no_source_asks_for_an_operation():
-    """Nor for hooks that carry data: what is written in the public packages."""
-    found = []
-    for file in sorted(
-        path for name in ("trace_memory", "lerobot_policy_trace") for path in (ROOT / "src" / name).glob("*.py")
-    ):
-        for node in ast.walk(ast.parse(file.read_text())):
-            targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
-            for target in targets:
-                inner = target.value if isinstance(target, ast.Subscript) else target
-                if isinstance(inner, ast.Attribute) and inner.attr in ("__class__", "__dict__", "forward"):
-                    found.append(f"{file.name}:{node.lineno}: assigns to {inner.attr}")
-            name = node.func.attr if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) else ""
-            if name.startswith("register_") and name.endswith("hook"):
-                found.append(f"{file.name}:{node.lineno}: {name}")
-    assert not found, found
+def operations(text: str) -> list[str]:
+    """What a file does to classes, methods or modules of others, or asks for with a hook. Settings of torch's are none."""
+    tree, found = ast.parse(text), []
+    imported = {
+        (alias.asname or alias.name).partition(".")[0]
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        for alias in node.names
+    }
+    for node in ast.walk(tree):
+        given = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+        for target in [part for each in given for part in getattr(each, "elts", [each])]:
+            inner = target.value if isinstance(target, ast.Subscript) else target
+            if not isinstance(inner, ast.Attribute):
+                continue
+            name = ast.unparse(inner)
+            others = name.partition(".")[0] in imported and not name.startswith(("torch.backends.", "os.environ"))
+            if others or inner.attr in ("__class__", "__dict__", "forward"):
+                found.append(f"{node.lineno}: assigns to {name}")
+        call = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
+        if call == "setattr" or (".register_" in call and call.endswith("hook")):
+            found.append(f"{node.lineno}: {call}")
+    return found
+
+
+@pytest.mark.parametrize("file", sorted((ROOT / "src").rglob("*.py")), ids=lambda path: str(path.relative_to(ROOT)))
+def test_no_source_asks_for_an_operation(file):
+    """Nothing of LeRobot's, datasets' or torch's is patched, and no hook carries data."""
+    assert not operations(file.read_text())
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "policy.__class__ = Other",
+        "vars(x).__dict__['a'], b.forward = 1, 2",
+        "from lerobot import policies\npolicies.act.forward_ = 1",
+        "import torch\ntorch.nn.Linear.extra = 1",
+        "setattr(policy, 'x', 1)",
+        "module.register_forward_hook(f)",
+    ],
+)
+def test_an_operation_in_a_source_is_noticed(line):
+    assert operations(line)
+    assert not operations("import torch\ntorch.backends.cudnn.allow_tf32 = True\nself.x = 1")
