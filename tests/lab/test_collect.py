@@ -187,7 +187,7 @@ def test_goes_on_after_a_kill_and_gives_the_same(three, tmp_path, capsys, no_fil
     assert len(opened(out)) == len(opened(three))
 
 
-def test_a_finished_folder_is_left_alone_extended_or_refused(three, tmp_path, capsys, no_film):
+def test_a_finished_folder_is_left_alone_extended_or_refused(three, tmp_path, capsys, no_film, monkeypatch):
     out = tmp_path / "cable"
     assert run(out, 2) == 0
     before = snapshot(out)
@@ -203,6 +203,10 @@ def test_a_finished_folder_is_left_alone_extended_or_refused(three, tmp_path, ca
         assert f"{field}: found {found}, asked for {asked}" in capsys.readouterr().err
     assert main(["collect", "Laundry", "--size", "32", "--out", str(out)]) == 1
     assert "task: found 'Cable', asked for 'Laundry'" in capsys.readouterr().err
+    with monkeypatch.context() as later:
+        later.setitem(disk.VERSIONS, "Cable", disk.VERSIONS["Cable"] + 1)
+        assert run(out, 3) == 1
+        assert "suite: found 3, asked for 4" in capsys.readouterr().err
     assert snapshot(out) == before
 
     assert run(out, 3) == 0

@@ -270,6 +270,11 @@ def test_other_settings_and_other_folders_are_refused(tmp_path, fake, capsys):
     (out / "compare.json").write_text(json.dumps(told))
     assert main(words(out)) == 2
     assert "other settings (act+trace.policy_options.chunk_size was 7, now 40)" in capsys.readouterr().err
+    told = json.loads(kept)
+    told["fixed"]["suite"]["Cable"] -= 1  # demonstrations and scores of an earlier version of a task
+    (out / "compare.json").write_text(json.dumps(told))
+    assert main(words(out)) == 2
+    assert "other settings (suite.Cable was 2, now 3)" in capsys.readouterr().err
     (out / "compare.json").write_bytes(kept)
     (tmp_path / "other").mkdir()
     (tmp_path / "other/precious").touch()

@@ -347,7 +347,7 @@ def test_a_memory_without_parameters_knows_its_device():
     assert make(replace(SMALL, name="none")).to("meta").init(2).steps.device.type == "meta"
 
 
-def test_a_base_that_inputss_steadily_is_not_at_rest():
+def test_a_base_that_drives_steadily_is_not_at_rest():
     """Where a channel is a velocity, the write rate goes by its value: steady driving is movement, standing is not."""
     contents, path, _ = data()
     steady = torch.zeros_like(path)
