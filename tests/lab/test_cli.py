@@ -2,7 +2,7 @@
 
 import subprocess
 import sys
-from importlib import import_module
+from importlib import import_module, metadata
 
 import pytest
 
@@ -78,7 +78,7 @@ def test_unknown_command_names_the_nearest(capsys):
 
 def test_version(capsys):
     assert main(["--version"]) == 0
-    assert capsys.readouterr().out.strip() == "0.1.0"
+    assert capsys.readouterr().out.strip() == metadata.version("lerobot_policy_trace")
 
 
 ERRORS = [error for error in vars(trace_errors).values() if isinstance(error, type)]

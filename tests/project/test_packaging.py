@@ -33,6 +33,13 @@ def test_the_base_is_small_and_ray_is_only_where_it_is_asked_for():
     assert EXTRAS["all"] == ["lerobot_policy_trace[sim,train,signature]"]
 
 
+def test_the_version_is_that_of_the_changelog():
+    """Its newest heading; the citation has the same."""
+    newest = re.findall(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)[0]
+    cited = re.findall(r"^version: (\S+)", (ROOT / "CITATION.cff").read_text(), re.MULTILINE)
+    assert cited == [PROJECT["project"]["version"]] == [newest]
+
+
 def test_ranges_have_both_ends():
     """tools/verify tries each end."""
     ranges = " ".join(WANTED)
