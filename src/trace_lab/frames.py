@@ -326,14 +326,14 @@ def open_frames(
         pictures = {camera: kept.to(device) for camera, kept in pictures.items()}
     elif place == "ram" and cache is not None:
         pictures = {camera: kept.clone() for camera, kept in pictures.items()}
-    return FrameStore(meta, paths, read_columns(meta, device), pictures, device, place)
+    return FrameStore(meta, paths, read_columns(meta, paths, device), pictures, device, place)
 
 
-def read_columns(meta: Any, device: torch.device) -> dict[str, Tensor]:
-    """Actions and what a policy may see beside pictures, (N, d)."""
+def read_columns(meta: Any, paths: Paths, device: torch.device) -> dict[str, Tensor]:
+    """Actions and what a policy may see beside pictures, (N, d); states are those of `paths`."""
     import pyarrow.dataset
 
-    names = [name for name in (OBS_STATE, OBS_ENV_STATE, ACTION) if name in meta.features]
+    names = [name for name in (OBS_ENV_STATE, ACTION) if name in meta.features]
     files = sorted((Path(meta.root) / "data").glob("**/*.parquet"))
     table = pyarrow.dataset.dataset(files).to_table(columns=["index", *names]).sort_by("index")
     columns = {
@@ -343,4 +343,4 @@ def read_columns(meta: Any, device: torch.device) -> dict[str, Tensor]:
     for name, column in columns.items():
         if not (finite := torch.isfinite(column).all(1)).all():
             raise DatasetError(f"{meta.root}: {name} of frame {int((~finite).nonzero()[0])} is not finite")
-    return {name: column.to(device) for name, column in columns.items()}
+    return {name: column.to(device) for name, column in ({OBS_STATE: paths.states} | columns).items()}
