@@ -365,7 +365,7 @@ class Queue:
             line = found[name]
             whole = not line.job.leaves or Path(line.job.leaves).exists()
             state: State = "done" if code == 0 and whole else "failed" if line.tries >= TRIES else "waiting"
-            found[name] = replace(line, state=state, seconds=round(seconds, 1))
+            found[name] = replace(line, state=state, seconds=round(seconds, 3))
             return found[name]
 
     def run(self, runner: Runner, tell: Callable[[Line], None] = lambda line: None) -> dict[str, str]:
