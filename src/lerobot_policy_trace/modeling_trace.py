@@ -531,14 +531,14 @@ class TraceDiffusionPolicy(MemoryPolicy):
     def imitation_loss(self, targets: Targets, programs: "Programs | None" = None) -> tuple[Tensor, Logs]:
         """The mean squared error of what the U-Net predicts from noisy actions."""
         maps, inputs, readout, actions, action_is_pad = targets
-        unet = self.diffusion.unet if programs is None or programs.network is None else programs.network
+        denoise = self.diffusion.denoise if programs is None or programs.network is None else programs.network
         scheduler, config = self.diffusion.noise_scheduler, self.config
         condition, memory = self.diffusion.condition(maps, inputs), self.condition(readout)
         noise = torch.randn(actions.shape, device=actions.device)
         last = scheduler.config.num_train_timesteps
         timesteps = torch.randint(low=0, high=last, size=(len(actions),), device=actions.device).long()
         noisy = scheduler.add_noise(actions, noise, timesteps)
-        predicted = unet(noisy, timesteps, condition, None if memory is None else memory.to(condition))
+        predicted = denoise(noisy, timesteps, condition, None if memory is None else memory.to(condition))
         if config.prediction_type not in ("epsilon", "sample"):
             raise UsageError(f"prediction_type: got {config.prediction_type!r}, expected epsilon or sample")
         error = F.mse_loss(predicted, noise if config.prediction_type == "epsilon" else actions, reduction="none")

@@ -106,12 +106,10 @@ class MemoryBlock(DiffusionConditionalResidualBlock1d):
             nn.init.zeros_(self.memory_encoder.weight)
 
     def forward(self, x: Tensor, cond: Tensor, memory: Tensor | None = None) -> Tensor:
-        """(N, c, T) to (N, c', T); `cond` and `memory` shift (and scale) the channels."""
+        """(N, c, T) to (N, c', T); `cond`, and what `memory_encoder` makes of a readout, shift (and scale) the channels."""
         out = self.conv1(x)
         shift = self.cond_encoder(cond)
-        if memory is not None:
-            shift = shift + self.memory_encoder(F.mish(memory))
-        shift = shift[..., None]
+        shift = (shift if memory is None else shift + memory)[..., None]
         if self.use_film_scale_modulation:
             scale, bias = shift[:, : self.out_channels], shift[:, self.out_channels :]
             out = scale * out + bias
@@ -122,7 +120,9 @@ class MemoryBlock(DiffusionConditionalResidualBlock1d):
 
 
 class MemoryUnet(DiffusionConditionalUnet1d):
-    """Diffusion Policy's U-Net of `MemoryBlock`s. `memory` is the width of the readout's vector, 0 for none."""
+    """Diffusion Policy's U-Net of `MemoryBlock`s. `memory` is the width of the readout's vector, 0 for none. What the blocks
+    make of a readout does not change from one denoising step to the next, so it is computed by itself, once.
+    """
 
     def __init__(self, config: DiffusionConfig, global_cond_dim: int, memory: int):
         nn.Module.__init__(self)  # not the stock one's: its blocks would be made and thrown away
@@ -153,15 +153,33 @@ class MemoryUnet(DiffusionConditionalUnet1d):
             DiffusionConv1dBlock(dims[1], dims[1], kernel_size=config.kernel_size), nn.Conv1d(dims[1], depth, 1)
         )
 
-    def forward(self, x: Tensor, timestep: Tensor, global_cond: Tensor, memory: Tensor | None = None) -> Tensor:
-        """What the network predicts (N, T, a) from noisy actions, the condition and the readout's vector."""
+    @property
+    def blocks(self) -> list[Any]:
+        """In the order in which they run."""
+        down, up = ([block for one in levels for block in one[:2]] for levels in (self.down_modules, self.up_modules))
+        return [*down, *self.mid_modules, *up]
+
+    def shifts(self, memory: Tensor | None) -> tuple[Tensor, ...] | None:
+        """What each block is conditioned on, of the readout's vector (N, d)."""
+        if memory is None:
+            return None
+        known = F.mish(memory)
+        return tuple(block.memory_encoder(known) for block in self.blocks)
+
+    def forward(
+        self, x: Tensor, timestep: Tensor, global_cond: Tensor, shifts: tuple[Tensor, ...] | None = None
+    ) -> Tensor:
+        """What the network predicts (N, T, a) from noisy actions, the condition and `shifts` of a readout."""
         embed, *layers = self.diffusion_step_encoder
         time = embed(timestep).to(global_cond)  # made in float32, whatever the weights are
         for layer in layers:
             time = layer(time)
         cond = torch.cat([time, global_cond], dim=-1)
 
+        left = iter(shifts or ())
+
         def run(block: nn.Module, x: Tensor) -> Tensor:
+            memory = next(left, None)
             if self.config.gradient_checkpointing and self.training:
                 kept: Tensor = checkpoint(block, x, cond, memory, use_reentrant=False)
                 return kept
@@ -239,13 +257,18 @@ class MemoryDiffusion(DiffusionModel):
         found: Tensor = encoder.relu(encoder.out(encoder.pool(flat).flatten(1)))
         return found.unflatten(0, maps.shape[:-3])
 
+    def denoise(self, x: Tensor, timestep: Tensor, condition: Tensor, memory: Tensor | None) -> Tensor:
+        """What the U-Net predicts at one timestep."""
+        made: Tensor = self.unet(x, timestep, condition, self.unet.shifts(memory))
+        return made
+
     def sample(self, condition: Tensor, memory: Tensor | None, noise: Tensor) -> Tensor:
         """Actions of the whole horizon (N, T, a), from noise."""
         self.noise_scheduler.set_timesteps(self.num_inference_steps)
-        x = noise
+        x, shifts = noise, self.unet.shifts(memory)
         for t in self.noise_scheduler.timesteps:
             step = torch.full(x.shape[:1], t, dtype=torch.long, device=x.device)
-            x = self.noise_scheduler.step(self.unet(x, step, condition, memory), t, x).prev_sample
+            x = self.noise_scheduler.step(self.unet(x, step, condition, shifts), t, x).prev_sample
         return x
 
 
@@ -273,11 +296,11 @@ class FlatUnet(nn.Module):
     its own, because capturing changes the module that it is given.
     """
 
-    def __init__(self, unet: nn.Module):
+    def __init__(self, unet: Any):
         super().__init__()
         self.unet = unet
 
-    def forward(self, *given: Tensor) -> Tensor:
+    def forward(self, x: Tensor, timestep: Tensor, condition: Tensor, memory: Tensor | None = None) -> Tensor:
         """What the U-Net predicts."""
-        made: Tensor = self.unet(*given)
+        made: Tensor = self.unet(x, timestep, condition, self.unet.shifts(memory))
         return made
