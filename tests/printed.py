@@ -1,6 +1,9 @@
 """The commands that README and docs print, and a reader who types them: each as printed, all in one folder, each after those
-that make what it needs. What takes long is shortened by arguments that are appended here and that no user needs: sizes, all
-with defaults. `TRACE_FULL=1` in the environment leaves them away: then everything runs exactly as printed, for hours.
+that make what it needs.
+
+What takes long is shortened: `SHORTER` appends sizes (of data, networks and updates), every one of an option that has a
+default, so a user needs none of them. One environment variable governs this: `TRACE_FULL=1` appends nothing, and every
+command runs exactly as printed, for hours. Commands that are not run here at all are listed with the reason in `NOT_RUN`.
 """
 
 import contextlib
@@ -40,25 +43,24 @@ NOT_RUN = {  # program and first word -> why: run once by hand before a release
 }
 ACT = "--policy.dim_model=32 --policy.n_heads=2 --policy.dim_feedforward=32 --policy.n_encoder_layers=1"
 SHORTER = {  # program and first word -> sizes
-    ("tracemem", "collect"): "--episodes 2 --size 32 --workers 1",
-    ("tracemem", "train"): "--steps 1 --set episodes=2 targets=2 memory.period=64",
-    ("tracemem", "eval"): "--episodes 1 --limit 3 --workers 1",
+    ("tracemem", "collect"): "--episodes 2 --size 32",
+    ("tracemem", "train"): "--steps 1 --set episodes=2 targets=2",
+    ("tracemem", "eval"): "--episodes 1 --limit 3",
     ("tracemem", "probe-task"): "--episodes 10 --size 24",
-    ("tracemem", "gallery"): "--task Cable --size 40",
-    ("tracemem", "doctor"): "--preset tiny",
-    ("tracemem", "probe"): "--updates 25 --batch 4 --delay 8 --lengths 2",
+    ("tracemem", "gallery"): "--size 40",
+    # networks: the preset's are smaller; Diffusion Policy's hundred denoising steps take a minute a call on a CPU
     ("tracemem", "profile"): "--policies act --preset tiny --sizes 32 --steps 100 --seconds 0.1",
+    # workers: two small batches are read in the process itself; log and checkpoint are of the last update
     ("lerobot-train", None): "--steps=2 --batch_size=2 --num_workers=0 --log_freq=1 --save_freq=2",
     ("lerobot-train", "--policy.type=act"): ACT,
     ("lerobot-train", "--policy.type=trace_act"): ACT + " --policy.memory.width=32 --policy.memory.hidden=32",
-    ("lerobot-train", "--policy.type=trace_diffusion"): "--policy.down_dims=[32,64] --policy.memory.width=32",
     ("lerobot-eval", None): "--eval.n_episodes=1 --eval.batch_size=1 --env.limit=4",
     ("lerobot-rollout", None): "--duration=2",
 }
 SIZES = {
     "lerobot-eval": "--env.size=32",
     "lerobot-rollout": "--robot.size=32",
-}  # of `collect` above, where none is printed
+}  # the pictures that `collect` above makes, unless the command says another
 INCONCLUSIVE = {"probe-task": {0, 1}}  # so few episodes prove nothing either way
 
 
@@ -134,7 +136,7 @@ class Reader:
             self.run(other)
         self.done.add(command)
         words = [*command.words]
-        if "TRACE_FULL" not in os.environ:
+        if os.environ.get("TRACE_FULL") != "1":
             words += [word for extra in command.matching(SHORTER) for word in extra.split()]
             if (size := SIZES.get(command.program, "")).split("=")[0] not in command.line:
                 words.append(size)

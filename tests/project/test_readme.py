@@ -1,9 +1,10 @@
-"""What README and docs say holds: their Python runs, their links lead somewhere, their commands exist and are complete, and
-they are as short as they promise. Their commands are run by tests/plugin/test_commands.py.
+"""What README and docs say holds: their Python runs, their links lead somewhere, the files they name are there, their
+commands exist and are complete, and they are as short as they promise. tests/plugin/test_commands.py runs the commands.
 """
 
 import inspect
 import re
+import subprocess
 from importlib import import_module
 from pathlib import Path
 
@@ -62,6 +63,10 @@ def test_a_command_exists_and_is_complete(command):
     program, *words = command.words
     if program == "make":
         assert re.search(rf"^{words[0]}:", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    elif program == "python":
+        script = (ROOT / words[0]).read_text()
+        for option in re.findall(r"--(\S+)", " ".join(words[1:])):
+            assert re.search(rf"\b{option}\b", script), option
     elif program == "tracemem":
         assert words[0] in COMMANDS or words[0] == "--help"
     elif program == "lerobot-train":
@@ -77,7 +82,7 @@ def test_no_two_commands_write_the_same_folder():
 def test_shortening_supplies_nothing_that_a_user_needs():
     """Whatever is appended has a default, so every command is complete as printed."""
     sizes = re.compile(r"--(steps|batch_size|num_workers|log_freq|save_freq|duration|eval\.\w+|env\.limit)=")
-    networks = re.compile(r"--policy\.(dim_\w+|n_\w+|down_dims|memory\.(width|hidden))=")
+    networks = re.compile(r"--policy\.(dim_\w+|n_\w+|memory\.(width|hidden))=")
     for (program, name), extra in SHORTER.items():
         if program != "tracemem":
             assert all(sizes.match(word) or networks.match(word) for word in extra.split()), extra
@@ -89,6 +94,8 @@ def test_shortening_supplies_nothing_that_a_user_needs():
             parameter = parameters.get(keyword) or parameters[f"{keyword}_"]
             assert parameter.default is not inspect.Parameter.empty, f"{name} {option}"
     assert all(program in PROGRAMS for program, _ in [*SHORTER, *NOT_RUN])
+    for rule in SHORTER:
+        assert any(command.matching({rule: True}) for command in commands()), f"{rule}: no such command is printed"
     assert set(INCONCLUSIVE) <= set(COMMANDS)
 
 
@@ -109,6 +116,63 @@ def test_links_lead_somewhere(page):
         target = page.parent / name if name else page
         assert target.exists(), link
         assert not heading or heading in headings(target), link
+
+
+WRITTEN = {  # by commands, or by whoever follows the page: these are not ours
+    "run.json", "metrics.jsonl", "curves.png", "checkpoints/last/pretrained_model", "model.safetensors", ".offline/",
+    "site.tar.xz", "lib/", "src/trace_bench/tasks/mine.py",
+}  # fmt: skip
+NO_FILES = re.compile(r"trace_bench/\w+-v\d+")  # environments
+FILE = re.compile(r"[\w./-]+/[\w./-]*|[\w.-]+\.(?:py|md|sh|toml|lock|jsonl?|parquet|svg|png|webp|cff|safetensors|xz)")
+
+
+def missing(text: str, page: Path) -> list[str]:
+    """Files and folders that a page names in backticks and that are not there. What a line says is at a commit is looked
+    for in the commits of that line, where the history is at hand.
+    """
+    found = []
+    for line in "".join(text.split("```")[::2]).splitlines():
+        for name in re.findall(r"`([^`]+)`", line):
+            if not FILE.fullmatch(name) or NO_FILES.fullmatch(name) or name in WRITTEN:
+                continue
+            places = [place / name for place in (ROOT, ROOT / "src", page.parent)]
+            commits = re.findall(r"\b[0-9a-f]{7}\b", line)
+            if not any(place.exists() for place in places) and not (commits and kept(name, commits)):
+                found.append(name)
+    return found
+
+
+def kept(name: str, commits: list[str]) -> bool:
+    """Whether one of these commits has a file; without the whole history nobody can tell."""
+    git = ["git", "-C", str(ROOT)]
+    whole = subprocess.run([*git, "rev-parse", "--is-shallow-repository"], capture_output=True, text=True)
+    if whole.stdout.strip() != "false":
+        return True
+    return any(
+        subprocess.run([*git, "cat-file", "-e", f"{c}:{name}"], capture_output=True).returncode == 0 for c in commits
+    )
+
+
+@pytest.mark.parametrize("page", LINKED, ids=named)
+def test_files_that_a_page_names_are_there(page):
+    assert not missing(page.read_text(), page)
+
+
+def test_a_file_that_is_not_there_is_found():
+    text = "See `docs/maths.md`, `docs/history.md`, `suite.py` and `by_heart.py`; `a / b` is no file, `no/` is one."
+    assert missing(text, ROOT / "benchmarks/README.md") == ["docs/history.md", "by_heart.py", "no/"]
+    assert not missing("`docs/history.md` at commit de7fadf", ROOT / "README.md")
+    assert all(any(f"`{name}`" in page.read_text() for page in LINKED) for name in WRITTEN), "an exception nobody needs"
+    if kept("docs/history.md", ["c3fceae"]) and not kept("docs/history.md", []):
+        assert missing("`docs/no.md` at commit de7fadf", ROOT / "README.md") == ["docs/no.md"]
+
+
+def test_every_benchmark_is_described_with_its_command():
+    page = (ROOT / "benchmarks/README.md").read_text()
+    (code,) = blocks(page, "sh")
+    for script in sorted((ROOT / "benchmarks").glob("*.py")):
+        assert f"| `{script.name}` |" in page, script.name
+        assert f"python benchmarks/{script.name}" in code, script.name
 
 
 SOURCES = [
