@@ -12,11 +12,11 @@ from reprlib import repr as short
 from typing import Any
 
 from trace_bench.referee import Decision, Outcome, Record
-from trace_bench.tasks import EVERY
+from trace_bench.tasks import TASKS
 from trace_errors import RunError
 from trace_memory.registry import METHODS
 
-FILE = "evaluation.jsonl"
+SETTINGS, RESULTS = "evaluation.json", "evaluation.jsonl"  # what tracemem eval writes into its folder
 SETS = Path("results")  # where published sets are, seen from the project's folder
 POLICIES = {"act": "ACT", "diffusion": "Diffusion Policy"}  # in the order of the rows
 FORMS = {"act": "TRACE Regression", "diffusion": "TRACE Diffusion"}  # the paper's names
@@ -98,7 +98,7 @@ def _checks() -> dict[str, Check]:
     return {
         "policy": _one_of(POLICIES),
         "memory": _one_of(METHODS),
-        "task": _one_of(EVERY),
+        "task": _one_of(TASKS),
         "split": TEXT,
         **dict.fromkeys(("training_seed", "seed", "cue", "delay", "steps", "drops"), count),
         "cue_gone": step,
@@ -163,6 +163,16 @@ def rollout(row: Any, where: str, spelt: Mapping[str, str] | None = None) -> Rol
 # -- what eval writes ------------------------------------------------------------------------------------------------------
 
 
+def lines(out: Path) -> dict[int, dict[str, Any]]:
+    """The finished episodes of a folder, by seed. A line that was torn off at the end does not count."""
+    path = out / RESULTS
+    try:
+        rows = [json.loads(text) for text in path.read_text().split("\n")[:-1]] if path.exists() else []
+        return {row["seed"]: row for row in rows}
+    except (json.JSONDecodeError, KeyError, TypeError) as error:
+        raise RunError(f"{path}: a line in it is not the result of an episode ({error!r})") from error
+
+
 def _origin(file: Path) -> dict[str, Any]:
     """What the run.json above a file of lines says of the training; nothing if there is none."""
     notes = [note for folder in file.parents[1:3] if (note := folder / "run.json").exists()]
@@ -205,7 +215,7 @@ def whole(*folders: Path) -> Reading:
     """
     done, notes = list[Path](), list[str]()
     for folder in folders:
-        files = sorted(folder.rglob(FILE))
+        files = sorted(folder.rglob(RESULTS))
         for file in files:
             note = file.with_suffix(".json")
             asked = json.loads(note.read_text()).get("settings", {}).get("episodes") if note.exists() else None
@@ -215,7 +225,7 @@ def whole(*folders: Path) -> Reading:
             else:
                 notes.append(f"{file}: left out, it has {count} episodes of {asked}; let tracemem eval finish them")
         if not files:
-            raise wrong(str(folder), "a folder without rollouts", f"{FILE} in or below it")
+            raise wrong(str(folder), "a folder without rollouts", f"{RESULTS} in or below it")
     found = read(*done) if done else Reading(())
     return Reading(found.rollouts, (*found.notes, *notes))
 
@@ -313,7 +323,7 @@ def _read_set(file: Path) -> Iterable[tuple[str, dict[str, Any], Rollout]]:
 def order(each: Rollout) -> tuple[Any, ...]:
     """By method, task, training seed and episode: the same rollouts give the same file, whichever came first."""
     record = each.record
-    place = (methods().index(each.method), list(EVERY).index(record.task), each.training_seed)
+    place = (methods().index(each.method), list(TASKS).index(record.task), each.training_seed)
     return (*place, record.split, record.seed, record.cue, record.delay)
 
 
@@ -344,7 +354,7 @@ def write(file: Path, rollouts: Sequence[Rollout], **told: Any) -> None:
         "made": datetime.now(UTC).isoformat(timespec="seconds"),
         **told,
         "rollouts": len(ordered),
-        "tasks": [task for task in EVERY if any(each.record.task == task for each in ordered)],
+        "tasks": [task for task in TASKS if any(each.record.task == task for each in ordered)],
         "methods": ["+".join(method) for method in met],
         "seeds": sorted({each.training_seed for each in ordered}),
         "episodes": sorted({each.record.seed for each in ordered}),
@@ -377,9 +387,9 @@ def find(place: Path | str, sets: Path = SETS) -> list[Path]:
     """
     path, named = Path(place), sets / f"{place}.parquet"
     if path.is_dir():
-        if found := sorted(path.rglob(FILE)):
+        if found := sorted(path.rglob(RESULTS)):
             return found
-        raise wrong(str(path), "a folder without rollouts", f"{FILE} in or below it")
+        raise wrong(str(path), "a folder without rollouts", f"{RESULTS} in or below it")
     if not path.exists() and named.exists():
         return [named]
     if not path.exists() and path.suffix not in {".parquet", ".jsonl"}:
