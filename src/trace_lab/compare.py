@@ -20,8 +20,8 @@ from trace_bench.tasks import TASKS, load, of_suite
 from trace_errors import RunError, UsageError
 from trace_lab.progress import progress
 from trace_lab.queue import Job, Line, Local, OnRay, Queue, Runner, last_words
-from trace_lab.recipe import Recipe, known, parse, recipe
-from trace_lab.results import POLICIES, RESULTS, Method, Reading, Rollout, whole, write
+from trace_lab.recipe import POLICIES, Recipe, known, parse, recipe
+from trace_lab.results import RESULTS, Method, Reading, Rollout, whole, write
 from trace_lab.tables import draw, markdown, report, to_json
 from trace_memory.registry import METHODS
 

@@ -14,11 +14,11 @@ from typing import Any
 from trace_bench.referee import Decision, Outcome, Record
 from trace_bench.tasks import TASKS
 from trace_errors import RunError
+from trace_lab.recipe import POLICIES
 from trace_memory.registry import METHODS
 
 SETTINGS, RESULTS = "evaluation.json", "evaluation.jsonl"  # what tracemem eval writes into its folder
 SETS = Path("results")  # where published sets are, seen from the project's folder
-POLICIES = {"act": "ACT", "diffusion": "Diffusion Policy"}  # in the order of the rows
 FORMS = {"act": "TRACE Regression", "diffusion": "TRACE Diffusion"}  # the paper's names
 ONCE = ("policy", "memory", "training_seed", "task", "split", "seed", "cue", "delay")  # what tells rollouts apart
 SPELT = {"training_seed": "seed", "seed": "episode"}  # the names of these two in a parquet file

@@ -10,7 +10,8 @@ from typing import Any
 
 from trace_bench.tasks import of_suite
 from trace_lab import stats
-from trace_lab.results import POLICIES, Method, Reading, label
+from trace_lab.recipe import POLICIES
+from trace_lab.results import Method, Reading, label
 from trace_lab.stats import FIRST, NONE_WRONG, REACHED, Cells, Estimate, Study
 from trace_memory.registry import METHODS
 
