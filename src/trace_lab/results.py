@@ -34,7 +34,7 @@ class Rollout:
         method: policy and memory, by name.
         training_seed: of the training that was evaluated.
         record: the score sheet.
-        encoder: hash of the weights with which that training began, if it began with another's encoder.
+        encoder: hash of the weights with which that training began, if it began with another's encoder, as in version 0.1.
         size: which recipe it was trained with.
         command: what trained and evaluated it.
         commit: of the code.
