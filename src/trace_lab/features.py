@@ -19,11 +19,10 @@ from torch import Tensor
 
 from lerobot_policy_trace.encoder import calibrate, to_channels_last
 from trace_errors import DatasetError, UsageError
-from trace_lab.augment import Jitter
 from trace_lab.frames import FrameStore, held, ram
 from trace_lab.progress import progress
 from trace_lab.recipe import Recipe
-from trace_lab.sampling import generator
+from trace_lab.sampling import Jitter, generator
 from trace_lab.source import fingerprint
 
 AT_ONCE = 128  # frames

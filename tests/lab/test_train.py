@@ -321,7 +321,7 @@ def test_channels_that_are_velocities_are_told_by_their_names(names, found):
 
 
 def test_training_knows_nothing_of_the_suite():
-    for name in ("recipe", "source", "frames", "augment", "sampling", "features", "policy", "training", "train", "run"):
+    for name in ("recipe", "source", "frames", "sampling", "features", "policy", "training", "train", "run"):
         text = Path(training_module.__file__).with_name(f"{name}.py").read_text()
         assert "import trace_bench" not in text
         assert "from trace_bench" not in text
