@@ -233,15 +233,15 @@ def check_folder(plan: Plan) -> None:
     note = plan.out / "compare.json"
     recipes = {f"{policy}+{memory}": plan.made(policy, memory).to_dict() for policy, memory in plan.methods}
     if note.exists():
-        told, fixed = json.loads(note.read_text()), json.loads(json.dumps(plan.fixed))
-        before = {name: each for name, each in told["recipes"].items() if name in recipes}
+        kept, fixed = json.loads(note.read_text()), json.loads(json.dumps(plan.fixed))
+        before = {name: each for name, each in kept["recipes"].items() if name in recipes}
         now = json.loads(json.dumps({name: recipes[name] for name in before}))
-        if differ := differences(told["fixed"], fixed) or differences(before, now):
+        if differ := differences(kept["fixed"], fixed) or differences(before, now):
             raise UsageError(
                 f"--out: {plan.out} is a comparison with other settings ({'; '.join(differ)}); choose another folder, or "
                 "the same settings. Tasks, methods, seeds and rollouts may be added to"
             )
-        recipes = told["recipes"] | recipes
+        recipes = kept["recipes"] | recipes
     elif plan.out.exists() and any(plan.out.iterdir()):
         raise UsageError(f"--out: {plan.out} is not empty and has no compare.json, expected a new folder")
     plan.out.mkdir(parents=True, exist_ok=True)
@@ -272,8 +272,8 @@ def finish(plan: Plan, queue: Queue, console: Console) -> dict[str, Any]:
     if not reading.rollouts:
         return {}
     unfinished = [name for name, line in lines.items() if line.state != "done"]
-    told = {"decides": "", "command": [plan.command], "versions": versions(), "unfinished": unfinished}
-    write(plan.out / "results.parquet", reading.rollouts, **told)
+    facts = {"decides": "", "command": [plan.command], "versions": versions(), "unfinished": unfinished}
+    write(plan.out / "results.parquet", reading.rollouts, **facts)
     made = report(reading)
     (plan.out / "tables.md").write_text(markdown(made))
     draw(reading, plan.out / "methods.svg")

@@ -179,13 +179,13 @@ def _origin(file: Path) -> dict[str, Any]:
     if not notes:
         return {}
     try:
-        told = json.loads(notes[0].read_text())
-        asked = told.get("asked", {})
+        run = json.loads(notes[0].read_text())
+        asked = run.get("asked", {})
         encoder, recipe = asked.get("encoder"), asked.get("recipe") or {}
         return {
             "encoder": "" if encoder is None else str(encoder["weights"]),
             "size": str(recipe.get("size") or ""),
-            "commit": str(told.get("commit") or ""),
+            "commit": str(run.get("commit") or ""),
         }
     except (ValueError, AttributeError, LookupError, TypeError) as error:
         raise wrong(str(notes[0]), repr(error), "what tracemem train writes, with asked.encoder.weights") from error
@@ -246,13 +246,13 @@ def manifest(file: Path) -> dict[str, Any]:
     """
     note = manifest_of(file)
     try:
-        told = json.loads(note.read_text())
-        expected = str(told["sha256"])
+        facts = json.loads(note.read_text())
+        expected = str(facts["sha256"])
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise wrong(str(note), repr(error), f"the manifest of {file.name}, with its sha256") from error
     if (found := hashlib.sha256(file.read_bytes()).hexdigest()) != expected:
         raise wrong(f"{file}: sha256", found, f"{expected}, of which {note.name} tells")
-    return dict(told)
+    return dict(facts)
 
 
 def _schema() -> Any:
@@ -327,13 +327,13 @@ def order(each: Rollout) -> tuple[Any, ...]:
     return (*place, record.split, record.seed, record.cue, record.delay)
 
 
-def write(file: Path, rollouts: Sequence[Rollout], **told: Any) -> None:
+def write(file: Path, rollouts: Sequence[Rollout], **facts: Any) -> None:
     """Keeps rollouts as a set: a parquet file, and beside it its manifest.
 
     Args:
         file: ends in .parquet. What is there is replaced.
         rollouts: one or more, in any order.
-        told: for the manifest: command, versions, decides, ...; tasks, methods, seeds, commits and the number of rollouts
+        facts: for the manifest: command, versions, decides, ...; tasks, methods, seeds, commits and the number of rollouts
             are read off the rollouts.
 
     Raises:
@@ -352,7 +352,7 @@ def write(file: Path, rollouts: Sequence[Rollout], **told: Any) -> None:
     met = [method for method in methods() if any(each.method == method for each in ordered)]
     note = {
         "made": datetime.now(UTC).isoformat(timespec="seconds"),
-        **told,
+        **facts,
         "rollouts": len(ordered),
         "tasks": [task for task in TASKS if any(each.record.task == task for each in ordered)],
         "methods": ["+".join(method) for method in met],

@@ -224,6 +224,12 @@ class Meter:
     calls: int = 0
     policy_seconds: float = 0.0
 
+    def count(self, rows: int, seconds: float) -> None:
+        """One call of the policy, for so many rows that play."""
+        self.steps += rows
+        self.calls += 1
+        self.policy_seconds += seconds
+
 
 def play(rows: Rows, runner: PolicyRunner, episodes: Iterable[Begin], meter: Meter) -> Iterator[list[dict[str, Any]]]:
     """Plays all episodes. Yields after every round the score sheets of those that ended in it, mostly none.
@@ -238,8 +244,7 @@ def play(rows: Rows, runner: PolicyRunner, episodes: Iterable[Begin], meter: Met
         if playing:
             started = time.perf_counter()
             actions = runner.act(rows.observation)
-            meter.policy_seconds += time.perf_counter() - started
-            meter.calls, meter.steps = meter.calls + 1, meter.steps + len(playing)
+            meter.count(len(playing), time.perf_counter() - started)
             for row, episode in playing.items():
                 if not (good := np.isfinite(actions[row])).all():
                     where = f"seed {episode.seed}, step {rows.observation['episode_step'][row, 0]}"

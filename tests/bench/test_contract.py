@@ -123,9 +123,9 @@ def test_the_cue_is_gone_at_every_branch(task):
     encoder's step would change (0.01 grey levels, `tracemem probe-task` measures it).
     """
     env = make(task)
-    twins = [at_branches(env, seed=21, cue=cue) for cue in range(len(env.bench.cues))]
-    assert {len(seen) for seen in twins} == {len(env.bench.lamps)}
-    for seen in zip(*twins, strict=True):
+    pairs = [at_branches(env, seed=21, cue=cue) for cue in range(len(env.bench.cues))]
+    assert {len(seen) for seen in pairs} == {len(env.bench.lamps)}
+    for seen in zip(*pairs, strict=True):
         for other in seen[1:]:
             assert other["episode_step"] == seen[0]["episode_step"]
             np.testing.assert_allclose(other["agent_pos"], seen[0]["agent_pos"], atol=2e-4)
@@ -564,7 +564,7 @@ def test_what_was_done_is_shown_and_forgotten_with_the_episode():
 
 @pytest.mark.parametrize("task", ["Tool", "Laundry", "Cable", "Medicine"])
 def test_the_time_of_a_lamp_does_not_tell_the_cue(task):
-    """Twins see every lamp at the same step, also the slow ones (Book is too, in `tracemem probe-task`)."""
+    """Counterfactual pairs see every lamp at the same step, also the slow ones (Book is too, in `tracemem probe-task`)."""
     env = make(task, cameras=())
     for seed in (4, 23, 28, 31):  # of the first three one cue of Laundry was late in version 2
         times = set()

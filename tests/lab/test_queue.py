@@ -48,9 +48,9 @@ def diary(here: Path) -> list[str]:
     return (here / "diary").read_text().split() if (here / "diary").exists() else []
 
 
-def until(told, seconds: float = 20.0) -> None:
+def until(holds, seconds: float = 20.0) -> None:
     end = time.monotonic() + seconds
-    while not told():
+    while not holds():
         assert time.monotonic() < end, "it did not come to it"
         time.sleep(0.02)
 
@@ -93,16 +93,16 @@ def test_so_many_at_once_and_no_more(tmp_path):
 
 
 def test_a_job_that_fails_is_tried_once_more(tmp_path):
-    queue, told = of(tmp_path), list[Line]()
+    queue, seen = of(tmp_path), list[Line]()
     queue.add(
         [job(tmp_path, "a", fails=1), job(tmp_path, "b", fails=9), job(tmp_path, "c", "b"), job(tmp_path, "d", "c")]
     )
-    left = queue.run(Local(1), told.append)
+    left = queue.run(Local(1), seen.append)
     assert sorted(diary(tmp_path)) == ["a", "a", "b", "b"]
     assert "the last words of b" in left["b"]
     assert (left["c"], left["d"]) == ("needs b", "needs c")
     assert "a" not in left
-    ended = [(line.job.name, line.state) for line in told if line.state != "running"]
+    ended = [(line.job.name, line.state) for line in seen if line.state != "running"]
     assert ended == [("a", "waiting"), ("a", "done"), ("b", "waiting"), ("b", "failed")]
     again = of(tmp_path)  # whoever calls again wants it tried again
     again.add([job(tmp_path, "a", fails=1), job(tmp_path, "b", fails=2), job(tmp_path, "c", "b")])

@@ -193,8 +193,8 @@ def test_wrong_arguments_are_refused_before_anything_heavy_is_imported(words, tm
 def test_every_name_is_in_the_documents_table():
     text = (Path(__file__).parents[2] / "docs" / "training.md").read_text()
     rows = [line.split("|")[1] for line in text.splitlines() if line.startswith("| `")]
-    told = [word.strip("`") for row in rows for word in row.replace(",", " ").split() if word.startswith("`")]
+    listed = [word.strip("`") for row in rows for word in row.replace(",", " ").split() if word.startswith("`")]
     own = [each.name for each in fields(Recipe) if not each.name.endswith("_options")]
     expected = {*own, *(f"memory.{name}" for name in MEMORY_OPTIONS), *(n for n in names() if ".paper." in n)}
-    assert expected <= set(told), expected - set(told)
-    assert len([word for word in told if word in expected]) == len(expected)  # each once
+    assert expected <= set(listed), expected - set(listed)
+    assert len([word for word in listed if word in expected]) == len(expected)  # each once
