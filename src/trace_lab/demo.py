@@ -13,6 +13,7 @@ from typing import Any, Literal
 from rich.console import Console
 from rich.table import Table
 
+from trace_errors import UsageError
 from trace_lab.results import SETTINGS
 
 TASK, DELAY, SIZE = "Signal", 20, 64
@@ -220,6 +221,10 @@ def demo(
         episodes: how many held-out ones each policy is tried on.
         device: where to train.
     """
+    asked = {"seed": (seed, 0), "demonstrations": (demonstrations, 1), "steps": (steps, 1), "episodes": (episodes, 1)}
+    for name, (count, least) in asked.items():
+        if count < least:
+            raise UsageError(f"--{name}: got {count}, expected {least} or more")
     import torch
 
     from trace_lab.collect import collect
