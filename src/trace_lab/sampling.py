@@ -101,7 +101,7 @@ def arc_lengths(paths: Paths, velocity_channels: Sequence[int]) -> Tensor:
 
 
 class PathSwap:
-    """The path of one episode, followed at the pace of another: as far along its arc length as that one is along its own.
+    """The path of one episode, followed as another one is made: as far along its arc length as that one is along its own.
     Who rests on the one path rests on the other, or a memory whose writes scale with the arc length could tell the time.
     """
 
@@ -125,8 +125,8 @@ class PathSwap:
         states, places = self.paths.states, self.places(written, own, other)
         row, part = places.long(), places.frac().to(states.dtype)
         path = torch.lerp(states[row], states[(row + 1).clamp_max(len(states) - 1)], part[:, None])
-        pace = (places.diff(prepend=places[:1] - self.period) / self.period).clamp_max(1.0).to(states.dtype)
-        return torch.where(self.velocity, path * pace[:, None], path)
+        speed = (places.diff(prepend=places[:1] - self.period) / self.period).clamp_max(1.0).to(states.dtype)
+        return torch.where(self.velocity, path * speed[:, None], path)
 
 
 class Batches:

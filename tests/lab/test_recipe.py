@@ -14,6 +14,7 @@ import pytest
 from trace_errors import UsageError
 from trace_lab.cli import main
 from trace_lab.recipe import GONE, MEMORY_OPTIONS, RECIPES, RENAMED, Recipe, check_name, names, parse, recipe
+from trace_memory.registry import METHODS, paper_forms
 
 
 def test_recipes_build_and_rates_fall():
@@ -198,3 +199,8 @@ def test_every_name_is_in_the_documents_table():
     expected = {*own, *(f"memory.{name}" for name in MEMORY_OPTIONS), *(n for n in names() if ".paper." in n)}
     assert expected <= set(listed), expected - set(listed)
     assert len([word for word in listed if word in expected]) == len(expected)  # each once
+
+
+def test_the_registry_says_what_a_recipe_must_know_of_a_memory():
+    assert paper_forms() == ["paper", "no-auxiliary"]
+    assert [name for name, method in METHODS.items() if not method.swaps_paths] == ["none", "signature-only"]
