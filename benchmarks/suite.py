@@ -12,7 +12,7 @@ import tyro
 
 from trace_bench.env import make
 from trace_bench.robot import CAMERAS
-from trace_bench.tasks import TASKS
+from trace_bench.tasks import of_suite
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ def main(workers: int = os.cpu_count() or 1, size: int = 96, seconds: float = 10
     print(f"{workers} processes, {size} px, MUJOCO_GL={os.environ['MUJOCO_GL']}")
     print("task      steps/s: one process, no cameras | one process | all processes together")
     context = get_context("forkserver")
-    for task in TASKS:
+    for task in of_suite():
         with ProcessPoolExecutor(workers, mp_context=context) as pool:
             blind = pool.submit(work, Job(task, size, seconds / 3, 0, ())).result()
             single = pool.submit(work, Job(task, size, seconds / 2, 0)).result()

@@ -50,7 +50,7 @@ class TraceBenchEnv(EnvConfig):
             raise DecodingError((), str(error)) from error
 
     def _check(self) -> None:
-        tasks = simulator().tasks.TASKS
+        tasks = simulator().tasks.of_suite()
         asked = tasks if self.task.strip().lower() == "all" else self.task.split(",")
         # The environments know best what is allowed and what they give. Building one takes 10 ms.
         envs = [build(name.strip(), self.gym_kwargs) for name in asked]

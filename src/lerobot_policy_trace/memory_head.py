@@ -18,9 +18,10 @@ from torch.nn import functional as F  # noqa: N812
 from lerobot_policy_trace.configuration_trace import MemoryOptions
 from lerobot_policy_trace.episodes import MemoryInputs
 from lerobot_policy_trace.paths import Paths
-from trace_memory.config import PAPER_FORMS, build
+from trace_memory.config import build
 from trace_memory.memory import Memory, Readout
 from trace_memory.normalise import Moments, Normaliser
+from trace_memory.registry import METHODS
 
 FORM = 6  # of weights; raised when the same weights would compute something else
 PLACES, POOLED = 3, 1  # on a side of the grid in which things are seen; the paper pools them
@@ -64,7 +65,7 @@ class MemoryHead(nn.Module):
     def __init__(self, options: MemoryOptions, channels: int, vision: int, adapter: Callable[[int, int], nn.Module]):
         super().__init__()
         config = options.config(channels)
-        self.content = Content(vision, channels, config.width, POOLED if config.name in PAPER_FORMS else PLACES)
+        self.content = Content(vision, channels, config.width, POOLED if METHODS[config.name].paper_form else PLACES)
         self.memory: Memory = build(config)
         self.adapter = adapter(config.width, config.hidden)
         self.register_buffer("frames", torch.zeros((), dtype=torch.int64))  # states the statistics are of; 0: none yet

@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import tyro
 from rich.console import Console
 
-from trace_bench.tasks import TASKS, load
+from trace_bench.tasks import TASKS, load, of_suite
 from trace_errors import DatasetError, RunError, SimulationError, UsageError
-from trace_lab import dataset, gallery
+from trace_lab import dataset
 from trace_lab.dataset import WORK, Attempt, Finished, Settings, shard
 from trace_lab.progress import progress
 from trace_lab.run import write_json
@@ -31,15 +31,6 @@ from trace_lab.run import write_json
 if TYPE_CHECKING:
     from trace_bench.env import BenchEnv
 
-EPISODES = {
-    "Tool": 100,
-    "Book": 150,
-    "Laundry": 60,
-    "Cable": 30,
-    "Medicine": 60,
-    "Signal": 40,
-}  # the paper's, and one more
-USUAL = 50  # of a task that is not in this table
 BYTES_A_PIXEL, BYTES_A_FRAME, COPIES = 0.10, 250, 3  # measured, on the low side; shards, groups and the whole
 PATIENCE = 10  # failures of the expert beyond the number of episodes asked for, after which something is wrong
 
@@ -191,20 +182,22 @@ def episodes(plan: Plan, begin: int, missing: int, pool: Executor, window: int, 
 
 def draw(plan: Plan, rows: list[dict[str, Any]], pool: Executor) -> Callable[[], Path]:
     """Begins the pictures of the first episode of each cue; the returned function waits for them and makes the sheet."""
+    from trace_lab import films
+
     cues = plan.env().bench.cues
     folder = plan.out / WORK / "pictures.tmp"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
     first = {row["cue"]: row for row in reversed(rows)}
     jobs = [
-        (cues[cue], row, pool.submit(gallery.film, plan.settings, row, folder / f"{gallery.slug(cues[cue])}.mp4"))
+        (cues[cue], row, pool.submit(films.film, plan.settings, row, folder / films.slug(cues[cue])))
         for cue, row in sorted(first.items())
     ]
 
     def finish() -> Path:
         lines = [(cue, row, job.result()) for cue, row, job in jobs]
         title = f"{plan.settings.task}: one episode for each cue, with the number of steps taken"
-        gallery.contact_sheet(title, lines, folder / "contact_sheet.png")
+        films.contact_sheet(title, lines, folder / "contact_sheet.png")
         return folder
 
     return finish
@@ -264,17 +257,17 @@ def assemble(plan: Plan, finished: Finished, tries: list[Attempt], pool: Executo
 def plans_of(task: str | None, episodes: int | None, out: Path, settings: Settings, *, every: bool) -> list[Plan]:
     """What the options ask for."""
     if every == (task is not None):
-        raise UsageError("name one task, or --all for all five" if task is None else f"{task!r} or --all, not both")
+        raise UsageError("name one task, or --all for the suite" if task is None else f"{task!r} or --all, not both")
     if episodes is not None and episodes < 1:
         raise UsageError(f"--episodes: got {episodes}, expected 1 or more")
     if settings.first_seed < 0:
         raise UsageError(f"--first-seed: got {settings.first_seed}, expected 0 or more")
-    names = TASKS if task is None else (load(task).name,)
+    names = of_suite() if task is None else (load(task).name,)
     return [
         resolve(
             Plan(
                 replace(settings, task=name),
-                episodes or EPISODES.get(name, USUAL),
+                episodes or TASKS[name].demonstrations,
                 out / name.lower() if every else out,
             )
         )
@@ -330,7 +323,9 @@ def tell(console: Console, text: str) -> None:
 
 
 def collect(
-    task: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="[TASK]")] = None,
+    task: Annotated[
+        str | None, tyro.conf.Positional, tyro.conf.arg(metavar="[TASK]", help=f"one of {', '.join(TASKS)}.")
+    ] = None,
     *,
     all_: Annotated[bool, tyro.conf.arg(name="all"), tyro.conf.FlagCreatePairsOff] = False,
     out: Path,
@@ -349,10 +344,9 @@ def collect(
     them. Laundry, 60 episodes, takes about four minutes on two cores.
 
     Args:
-        task: Tool, Book, Laundry, Cable or Medicine; or Signal, which is short and easy.
-        all_: all five tasks, each in a folder of its own below --out.
+        all_: every task of the suite, each in a folder of its own below --out.
         out: the folder to write.
-        episodes: how many to store; the paper's number for each task if not said (100, 150, 60, 30, 60).
+        episodes: how many to store; the number registered with the task if not said; the paper's, for its five.
         split: which scenes: train or heldout.
         size: width and height of the pictures, pixels.
         profile: default is 10 control steps a second; paper has the paper's rate and horizons, several times as many frames.

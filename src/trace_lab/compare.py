@@ -16,12 +16,12 @@ import tyro
 from rich.console import Console
 from rich.markdown import Markdown
 
-from trace_bench.tasks import TASKS, VERSIONS, load
+from trace_bench.tasks import TASKS, load, of_suite
 from trace_errors import RunError, UsageError
 from trace_lab.progress import progress
 from trace_lab.queue import Job, Line, Local, OnRay, Queue, Runner, last_words
-from trace_lab.recipe import Recipe, known, parse, recipe
-from trace_lab.results import POLICIES, Method, Reading, Rollout, whole, write
+from trace_lab.recipe import POLICIES, Recipe, known, parse, recipe
+from trace_lab.results import RESULTS, Method, Reading, Rollout, whole, write
 from trace_lab.tables import draw, markdown, report, to_json
 from trace_memory.registry import METHODS
 
@@ -59,7 +59,7 @@ class Plan:
             "changes": sorted(self.changes),
             "demonstrations": self.demonstrations,
             "size": self.size,
-            "suite": VERSIONS,
+            "suite": {name: entry.version for name, entry in TASKS.items()},
         }
 
     def run(self, task: str, method: Method, seed: int) -> Path:
@@ -136,17 +136,10 @@ def evaluation_of(training: str) -> str:
 def collection(plan: Plan, task: str, workers: int) -> Job:
     """The demonstrations of a task."""
     data = plan.data / task.lower()
-    count = plan.demonstrations or demonstrations_of(task)
+    count = plan.demonstrations or TASKS[task].demonstrations
     command = ("collect", task, "--episodes", str(count), "--size", str(plan.size), "--out", str(data))
     hours = count * EPISODE["collect"] / 3600
     return Job(f"{task}: collect", command, (), ("--workers", str(workers)), str(data / "meta" / "info.json"), hours)
-
-
-def demonstrations_of(task: str) -> int:
-    """The paper's number of demonstrations of a task."""
-    from trace_lab.collect import EPISODES, USUAL
-
-    return EPISODES.get(task, USUAL)
 
 
 def cell(plan: Plan, task: str, method: Method, seed: int, workers: int, *, gpu: bool) -> list[Job]:
@@ -162,7 +155,7 @@ def cell(plan: Plan, task: str, method: Method, seed: int, workers: int, *, gpu:
     evaluate = ("eval", str(run), "--task", task, "--episodes", str(plan.episodes))
     made = plan.made(policy, memory)
     target = TARGET_GPU if gpu else TARGET.get(plan.preset, TARGET["default"])
-    last, played = run / "checkpoints" / "last", run / "evaluation" / task / "evaluation.jsonl"
+    last, played = run / "checkpoints" / "last", run / "evaluation" / task / RESULTS
     cost = made.steps * made.batch * target / 3600, plan.episodes * EPISODE["eval"] / 3600
     options = ("--workers", str(workers))
     return [
@@ -240,15 +233,15 @@ def check_folder(plan: Plan) -> None:
     note = plan.out / "compare.json"
     recipes = {f"{policy}+{memory}": plan.made(policy, memory).to_dict() for policy, memory in plan.methods}
     if note.exists():
-        told, fixed = json.loads(note.read_text()), json.loads(json.dumps(plan.fixed))
-        before = {name: each for name, each in told["recipes"].items() if name in recipes}
+        kept, fixed = json.loads(note.read_text()), json.loads(json.dumps(plan.fixed))
+        before = {name: each for name, each in kept["recipes"].items() if name in recipes}
         now = json.loads(json.dumps({name: recipes[name] for name in before}))
-        if differ := differences(told["fixed"], fixed) or differences(before, now):
+        if differ := differences(kept["fixed"], fixed) or differences(before, now):
             raise UsageError(
                 f"--out: {plan.out} is a comparison with other settings ({'; '.join(differ)}); choose another folder, or "
                 "the same settings. Tasks, methods, seeds and rollouts may be added to"
             )
-        recipes = told["recipes"] | recipes
+        recipes = kept["recipes"] | recipes
     elif plan.out.exists() and any(plan.out.iterdir()):
         raise UsageError(f"--out: {plan.out} is not empty and has no compare.json, expected a new folder")
     plan.out.mkdir(parents=True, exist_ok=True)
@@ -262,7 +255,7 @@ def finish(plan: Plan, queue: Queue, console: Console) -> dict[str, Any]:
     """Writes results.parquet, results.json, tables.md and methods.svg of all cells that are done; returns the tables."""
     from trace_lab.run import versions
 
-    if not any(plan.out.rglob("evaluation.jsonl")):
+    if not any(plan.out.rglob(RESULTS)):
         return {}
     reading = whole(plan.out)
     lines = queue.lines()
@@ -279,8 +272,8 @@ def finish(plan: Plan, queue: Queue, console: Console) -> dict[str, Any]:
     if not reading.rollouts:
         return {}
     unfinished = [name for name, line in lines.items() if line.state != "done"]
-    told = {"decides": "", "command": [plan.command], "versions": versions(), "unfinished": unfinished}
-    write(plan.out / "results.parquet", reading.rollouts, **told)
+    facts = {"decides": "", "command": [plan.command], "versions": versions(), "unfinished": unfinished}
+    write(plan.out / "results.parquet", reading.rollouts, **facts)
     made = report(reading)
     (plan.out / "tables.md").write_text(markdown(made))
     draw(reading, plan.out / "methods.svg")
@@ -331,7 +324,7 @@ def compare(
         json_: print the tables as JSON.
     """
     console = Console(stderr=json_)
-    names = tuple(TASKS) if "all" in tasks else tuple(dict.fromkeys(load(task).name for task in tasks))
+    names = of_suite() if "all" in tasks else tuple(dict.fromkeys(load(task).name for task in tasks))
     for name, value in {"jobs": jobs, "episodes": episodes, "size": size, "demonstrations": demonstrations}.items():
         if value is not None and value < 1:
             raise UsageError(f"--{name}: got {value}, expected 1 or more")

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from trace_bench.tasks import VERSIONS
+from trace_bench.tasks import TASKS
 from trace_errors import ControlError, DatasetError, SimulationError
 from trace_lab.run import write_json
 
@@ -70,7 +70,7 @@ class Settings:
     suite: int = field(init=False)  # the task's version
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "suite", VERSIONS.get(self.task, 0))
+        object.__setattr__(self, "suite", TASKS[self.task].version if self.task in TASKS else 0)
 
     def env(self, **options: Any) -> "BenchEnv":
         """A new environment."""

@@ -47,13 +47,16 @@ SURE, MUCH, PLAIN = 0.01, 0.1, 0.8  # significance; share that must be gained; s
 FEWEST = 12  # episodes
 
 
-@dataclass
+@dataclass(frozen=True)
 class Findings:
-    """What was seen, in words: good or neutral, and what stands in the way."""
+    """What was seen in words, good or neutral; what stands in the way; and the numbers behind both."""
 
-    told: list[str] = field(default_factory=list)
-    problems: list[str] = field(default_factory=list)
+    notes: tuple[str, ...] = ()
+    problems: tuple[str, ...] = ()
     figures: dict[str, Any] = field(default_factory=dict)
+
+    def __add__(self, other: "Findings") -> "Findings":
+        return Findings(self.notes + other.notes, self.problems + other.problems, self.figures | other.figures)
 
 
 # -- what is in it ---------------------------------------------------------------------------------------------------------
@@ -67,49 +70,51 @@ def names_of(meta: Any, feature: str) -> list[str]:
     return [str(name) for name in flat] if flat and len(flat) == count else [str(number) for number in range(count)]
 
 
-def inventory(meta: Any, paths: "Paths", found: Findings) -> list[str]:
-    """Features and lengths; returns the cameras."""
-    cameras = list(meta.video_keys)
+def inventory(meta: Any, paths: "Paths", cameras: list[str]) -> Findings:
+    """Features and lengths."""
     lengths = (paths.ends - paths.starts).numpy()
     low, middle, high = int(lengths.min()), int(np.median(lengths)), int(lengths.max())
-    found.figures |= {
+    problems = list[str]()
+    notes = [
+        f"{len(lengths)} episodes of {low} to {high} frames (median {middle}, {middle / meta.fps:.0f} s at {meta.fps} Hz), "
+        f"{paths.states.shape[1]} state channels, cameras: {', '.join(cameras) or 'none'}."
+    ]
+    if not cameras:
+        problems.append("No camera: a memory writes what the robot sees.")
+    if low < 2:
+        short = (lengths < 2).nonzero()[0].tolist()
+        problems.append(f"Episodes of a single frame, from which nothing can be learnt: {short[:10]}.")
+    if len(lengths) < FEW:
+        notes.append(f"Fewer than {FEW} episodes: whatever is said below rests on little.")
+    figures = {
         "episodes": len(lengths),
         "frames": int(lengths.sum()),
         "lengths": [low, middle, high],
         "fps": meta.fps,
+        "channels": paths.states.shape[1],
+        "cameras": cameras,
     }
-    found.figures |= {"channels": paths.states.shape[1], "cameras": cameras}
-    found.told.append(
-        f"{len(lengths)} episodes of {low} to {high} frames (median {middle}, {middle / meta.fps:.0f} s at {meta.fps} Hz), "
-        f"{paths.states.shape[1]} state channels, cameras: {', '.join(cameras) or 'none'}."
-    )
-    if not cameras:
-        found.problems.append("No camera: a memory writes what the robot sees.")
-    if low < 2:
-        short = (lengths < 2).nonzero()[0].tolist()
-        found.problems.append(f"Episodes of a single frame, from which nothing can be learnt: {short[:10]}.")
-    if len(lengths) < FEW:
-        found.told.append(f"Fewer than {FEW} episodes: whatever is said below rests on little.")
-    return cameras
+    return Findings(tuple(notes), tuple(problems), figures)
 
 
-def states(meta: Any, paths: "Paths", found: Findings) -> None:
+def states(meta: Any, paths: "Paths") -> Findings:
     """Channels that stand still or jump."""
     names, x = names_of(meta, "observation.state"), paths.states.numpy().astype(np.float64)
     still = [name for name, spread in zip(names, x.std(0), strict=True) if spread < STILL]
     steps = np.concatenate([np.abs(np.diff(path.numpy().astype(np.float64), axis=0)) for path in paths.episodes()])
     usual = np.quantile(steps, 0.95, axis=0)
     leaps = [name for name, top, step in zip(names, steps.max(0), usual, strict=True) if top > JUMP * max(step, STILL)]
-    found.figures |= {"constant": still, "jumping": leaps}
+    problems, notes = list[str](), list[str]()
     if len(still) == len(names):
-        found.problems.append("No state channel ever moves: there is no path to address a memory by.")
+        problems.append("No state channel ever moves: there is no path to address a memory by.")
     elif still:
-        found.told.append(f"Channels that never move, which keys leave out: {', '.join(still)}.")
+        notes.append(f"Channels that never move, which keys leave out: {', '.join(still)}.")
     if leaps:
-        found.told.append(f"Channels that jump now and then (an angle that wraps, a lost sample?): {', '.join(leaps)}.")
+        notes.append(f"Channels that jump now and then (an angle that wraps, a lost sample?): {', '.join(leaps)}.")
+    return Findings(tuple(notes), tuple(problems), {"constant": still, "jumping": leaps})
 
 
-def keys(paths: "Paths", found: Findings) -> None:
+def keys(paths: "Paths") -> Findings:
     """How far the standardised path and its signature, which a memory's keys are made of, go."""
     import torch
 
@@ -125,21 +130,22 @@ def keys(paths: "Paths", found: Findings) -> None:
     xi = torch.cat([signature.stream(normaliser.state(path)[None])[1][0] for path in some])
     scaled = ((xi - normaliser.xi_mean) / normaliser.xi_std).abs()
     middle, top = float(scaled.median()), float(scaled.max())
-    found.figures |= {
+    notes = [
+        f"A path is {np.median(lengths):.0f} standard deviations long (median); its signature has {signature.dim:,} "
+        f"numbers, usually within {middle:.1f} and at most {top:.0f} standard deviations from their mean."
+    ]
+    if np.median(lengths) > LONG * FADE:
+        notes.append(
+            f"Paths are long beside the {FADE:g} standard deviations over which a key forgets: noise of the sensors counts "
+            "as motion. Smooth the states, or leave the noisy channels out."
+        )
+    figures = {
         "path_length": float(np.median(lengths)),
         "key_dim": signature.dim,
         "key_median": middle,
         "key_max": top,
     }
-    found.told.append(
-        f"A path is {np.median(lengths):.0f} standard deviations long (median); its signature has {signature.dim:,} "
-        f"numbers, usually within {middle:.1f} and at most {top:.0f} standard deviations from their mean."
-    )
-    if np.median(lengths) > LONG * FADE:
-        found.told.append(
-            f"Paths are long beside the {FADE:g} standard deviations over which a key forgets: noise of the sensors counts "
-            "as motion. Smooth the states, or leave the noisy channels out."
-        )
+    return Findings(tuple(notes), figures=figures)
 
 
 @contextmanager
@@ -155,7 +161,7 @@ def counting(saved: dict[int, int]) -> Iterator[None]:
         yield
 
 
-def cost(meta: Any, paths: "Paths", cameras: list[str], preset: str, found: Findings, console: Console) -> None:
+def cost(meta: Any, paths: "Paths", cameras: list[str], preset: str, console: Console) -> Findings:
     """Memory and time of training, from one small update on this machine."""
     import torch
     from accelerate import Accelerator
@@ -184,14 +190,14 @@ def cost(meta: Any, paths: "Paths", cameras: list[str], preset: str, found: Find
     update = took * whole.episodes  # frames of an episode are most of the work
     hours = update * whole.steps / 3600
     machine = torch.cuda.get_device_name() if torch.cuda.is_available() else "this CPU"
-    found.figures |= {"frames_bytes": store, "training_bytes": needed, "update_seconds": update, "hours": hours}
-    found.figures["machine"] = machine
-    found.told.append(f"Decoded pictures take {store / 1e9:.2f} GB, in GPU memory, RAM or a file.")
-    found.told.append(
+    figures = {"frames_bytes": store, "training_bytes": needed, "update_seconds": update, "hours": hours}
+    notes = (
+        f"Decoded pictures take {store / 1e9:.2f} GB, in GPU memory, RAM or a file.",
         f"Training ACT with TRACE at preset {preset} ({whole.steps:,} updates of {whole.batch} targets) would take about "
         f"{hours:.1f} h on {machine} ({update:.1f} s an update) and need {needed / 1e9:.1f} GB beside the pictures; both "
-        "from one update of one episode, so rough."
+        "from one update of one episode, so rough.",
     )
+    return Findings(notes, figures=figures | {"machine": machine})
 
 
 # -- is a memory needed? ---------------------------------------------------------------------------------------------------
@@ -304,7 +310,7 @@ def small_pictures(meta: Any, paths: "Paths", cameras: list[str], count: int, co
     return np.stack([np.concatenate(each, axis=1) for each in found]).astype(np.float64)
 
 
-def evidence(meta: Any, paths: "Paths", cameras: list[str], found: Findings, console: Console) -> Evidence:
+def evidence(meta: Any, paths: "Paths", cameras: list[str], console: Console) -> Evidence:
     """Is a memory needed?"""
     import torch
 
@@ -314,10 +320,7 @@ def evidence(meta: Any, paths: "Paths", cameras: list[str], found: Findings, con
         ((paths.states - paths.states.mean(0)) / torch.where(spread > STILL, spread, 1.0)).numpy().astype(np.float64)
     )
     ends = list(zip(paths.starts.tolist(), paths.ends.tolist(), strict=True))[:count]
-    seen = examine([standard[a:b] for a, b in ends], small_pictures(meta, paths, cameras, count, console))
-    found.figures["evidence"] = asdict(seen)
-    found.told.append(seen.verdict)
-    return seen
+    return examine([standard[a:b] for a, b in ends], small_pictures(meta, paths, cameras, count, console))
 
 
 # -- the command -----------------------------------------------------------------------------------------------------------
@@ -366,22 +369,20 @@ def doctor(
     from lerobot_policy_trace.paths import Paths  # LeRobot takes long to import
     from trace_lab.frames import open_dataset
 
-    console, found = Console(stderr=json_, highlight=False), Findings()
-    meta = open_dataset(dataset)
-    paths = Paths.of(meta)
-    cameras = inventory(meta, paths, found)
-    states(meta, paths, found)
-    delayed = None
+    console, meta, following = Console(stderr=json_, highlight=False), open_dataset(dataset), ""
+    paths, cameras = Paths.of(meta), list(meta.video_keys)
+    found = inventory(meta, paths, cameras) + states(meta, paths)
     if not found.problems:
-        keys(paths, found)
-        delayed = evidence(meta, paths, cameras, found, console).delayed
+        found += keys(paths)
+        seen = evidence(meta, paths, cameras, console)
+        found += Findings((seen.verdict,), figures={"evidence": asdict(seen)})
         if cost_:
-            cost(meta, paths, cameras, preset, found, console)
-    following = "" if found.problems else next_command(dataset, preset, "none" if delayed is False else "trace")
+            found += cost(meta, paths, cameras, preset, console)
+        following = next_command(dataset, preset, "none" if seen.delayed is False else "trace")
     if json_:
-        print(json.dumps({"problems": found.problems, "told": found.told, "next": following, **found.figures}))  # noqa: T201
+        print(json.dumps({"problems": found.problems, "notes": found.notes, "next": following, **found.figures}))  # noqa: T201
     else:
-        for words in found.told:
+        for words in found.notes:
             console.print(f"- {words}", markup=False, soft_wrap=True)
         for words in found.problems:
             console.print(f"! {words}", style="bold red", markup=False, soft_wrap=True)

@@ -5,15 +5,13 @@ as it ends. It can be stopped at any moment and goes on where it was when called
 import contextlib
 import errno
 import fcntl
-import hashlib
 import json
 import os
 import sys
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TextIO
 
@@ -21,71 +19,17 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from trace_bench.tasks import TASKS, VERSIONS, load
-from trace_errors import CheckpointError, RunError, SimulationError, UsageError
+from trace_bench.tasks import TASKS, load
+from trace_errors import RunError, SimulationError, UsageError
 from trace_lab.progress import progress
+from trace_lab.results import RESULTS, SETTINGS, lines
+from trace_lab.trained import Trained, configuration, find, pictures, rendered, runner
 
 if TYPE_CHECKING:
-    from trace_lab.rollout import Begin, PolicyRunner, Rows
+    from trace_lab.rollout import Begin, Episodes, PolicyRunner, Rows
 
-FILES = ("config.json", "model.safetensors", "policy_preprocessor.json", "policy_postprocessor.json")
-SETTINGS, RESULTS = "evaluation.json", "evaluation.jsonl"
 ROWS = 32  # episodes played at once, at most, if not said
 Fields = dict[str, Any]  # of JSON
-
-
-@dataclass(frozen=True)
-class Trained:
-    """The policy of an evaluation: which checkpoint, and of which training."""
-
-    checkpoint: str
-    sha256: str  # of the weights
-    sha256_config: str  # of configuration and processors
-    checkpoint_step: int | None
-    policy: str
-    memory: str
-    training_seed: int
-    training_seed_known: bool  # if not, 0 stands for it
-
-    @classmethod
-    def of(cls, folder: Path, config: Any, seed: int | None) -> "Trained":
-        """Of a checkpoint's folder."""
-        step, rest = folder.parent.name, [folder / FILES[0], *sorted(folder.glob("policy_*"))]
-        return cls(
-            checkpoint=str(folder),
-            sha256=hashlib.sha256((folder / FILES[1]).read_bytes()).hexdigest(),
-            sha256_config=hashlib.sha256(b"".join(path.read_bytes() for path in rest)).hexdigest(),
-            checkpoint_step=int(step) if step.isdigit() else None,
-            policy=config.type.removeprefix("trace_"),
-            memory=config.memory.name if hasattr(config, "memory") else "none",
-            training_seed=seed or 0,
-            training_seed_known=seed is not None,
-        )
-
-
-@dataclass(frozen=True)
-class Episodes:
-    """The episodes of an evaluation: a task, how its scenes are drawn, and which seeds."""
-
-    task: str
-    split: str
-    profile: str
-    delay: int | None  # None: the environment's own, as for the limit
-    limit: int | None
-    cue: int | None  # None: the seed's
-    first_seed: int
-    episodes: int
-    size: int = 96
-    cameras: tuple[str, ...] = ()
-
-    def make(self, renders: Callable[[int], bool] | None = None) -> Any:
-        """An environment that plays them."""
-        from trace_bench.env import make
-
-        return make(
-            self.task, split=self.split, profile=self.profile, delay=self.delay, limit=self.limit, size=self.size,
-            cameras=self.cameras, renders=renders,
-        )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -93,78 +37,12 @@ class Settings:
     """All that decides the results, kept beside them."""
 
     trained: Trained
-    episodes: Episodes
+    episodes: "Episodes"
 
     def to_dict(self) -> Fields:
         """For JSON, in one table."""
         episodes = asdict(self.episodes) | {"cameras": list(self.episodes.cameras)}
-        return asdict(self.trained) | episodes | {"suite": VERSIONS[self.episodes.task]}
-
-
-def find(path: Path) -> tuple[Path, Path | None]:
-    """The folder of a policy, and its run if it is in one. The path may be either, or a checkpoint in between."""
-    places = [path, path / "pretrained_model", path / "checkpoints" / "last" / "pretrained_model"]
-    folder = next((place.resolve() for place in places if (place / FILES[0]).exists()), None)
-    if folder is None:
-        raise UsageError(f"{path}: no policy there; looked for {', '.join(str(place / FILES[0]) for place in places)}")
-    if absent := [name for name in FILES if not (folder / name).exists()]:
-        raise CheckpointError(f"{folder}: {', '.join(absent)} missing, expected what save_pretrained writes")
-    if (folder / "run.json").exists():  # a checkpoint that was packed together with its run.json
-        return folder, folder
-    return folder, folder.parent.parent.parent if folder.parent.parent.name == "checkpoints" else None
-
-
-def configuration(folder: Path, device: str) -> Any:
-    """A checkpoint's configuration, on a device: auto, cpu or cuda."""
-    from lerobot_policy_trace.loading import load_configuration
-    from trace_lab.rollout import device_of
-
-    return load_configuration(folder, cli_overrides=[f"--device={device_of(device)}"])
-
-
-def runner(folder: Path, device: str, seed: int) -> "PolicyRunner":
-    """The policy itself, ready to act in float32. Its noise, if it has any, comes from the seed."""
-    import torch
-
-    from lerobot_policy_trace.loading import load_policy
-    from trace_lab.rollout import PolicyRunner
-
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
-    with contextlib.redirect_stdout(StringIO()):  # LeRobot prints, and --json must be only that
-        policy, before, after = load_policy(folder, device)
-    torch.manual_seed(seed)
-    return PolicyRunner(policy, before, after)
-
-
-def pictures(config: Any) -> tuple[int, tuple[str, ...]]:
-    """Size and cameras of the pictures that a policy takes; a UsageError if it needs what the suite does not have."""
-    from trace_bench.robot import CAMERAS, CHANNELS
-
-    shapes = {key.removeprefix("observation.images."): tuple(x.shape) for key, x in config.image_features.items()}
-    size = next(iter(shapes.values()))[-1] if shapes else 96
-    needs = {key: tuple(x.shape) for key, x in {**config.input_features, **config.output_features}.items()}
-    needs = shapes | {key: shape for key, shape in needs.items() if key not in config.image_features}
-    has = dict.fromkeys(CAMERAS, (3, size, size)) | dict.fromkeys(("observation.state", "action"), (len(CHANNELS),))
-    if wrong := {key: shape for key, shape in needs.items() if has.get(key) != shape}:
-        raise UsageError(f"checkpoint: the policy needs {wrong}; the suite has {has}")
-    return size, tuple(camera for camera in CAMERAS if camera in shapes)
-
-
-def encodes(step: int, interval: int, back: int, period: int) -> bool:
-    """Whether a policy encodes the pictures of a control step: those at which it predicts a chunk of actions (every
-    `interval` steps), `back` steps before each of these, and those at which its memory steps (every `period`; 0: never).
-    """
-    return -step % interval <= back or (period > 0 and step % period == 0)
-
-
-def rendered(config: Any) -> Callable[[int], bool] | None:
-    """The control steps whose pictures have to be rendered for a policy. None: all, for temporal ensembles, which predict
-    at every step, and for stock policies, whose rows share a queue.
-    """
-    if not config.type.startswith("trace_") or getattr(config, "temporal_ensemble_coeff", None) is not None:
-        return None
-    period = 0 if config.memory.name == "none" else config.memory.period
-    return partial(encodes, interval=config.n_action_steps, back=config.n_obs_steps - 1, period=period)
+        return asdict(self.trained) | episodes | {"suite": TASKS[self.episodes.task].version}
 
 
 def check(out: Path, settings: Settings) -> Fields:
@@ -183,16 +61,6 @@ def check(out: Path, settings: Settings) -> Fields:
     return content
 
 
-def lines(out: Path) -> dict[int, Fields]:
-    """The finished episodes of a folder, by seed. A line that was torn off at the end does not count."""
-    path = out / RESULTS
-    try:
-        rows = [json.loads(text) for text in path.read_text().split("\n")[:-1]] if path.exists() else []
-        return {row["seed"]: row for row in rows}
-    except (json.JSONDecodeError, KeyError, TypeError) as error:
-        raise RunError(f"{path}: a line in it is not the result of an episode ({error!r})") from error
-
-
 @contextlib.contextmanager
 def opened(out: Path) -> Iterator[TextIO]:
     """The results, for one process at a time to add to. A torn end is cut off."""
@@ -207,7 +75,7 @@ def opened(out: Path) -> Iterator[TextIO]:
         yield file
 
 
-def missing(out: Path, asked: Episodes, videos: int) -> "list[Begin]":
+def missing(out: Path, asked: "Episodes", videos: int) -> "list[Begin]":
     """Episodes without a line, or without a film where one is wanted: that one is played again, for the film only."""
     from trace_lab.rollout import Begin
 
@@ -307,7 +175,9 @@ def show(console: Console, path: Path, settings: Settings, found: Fields) -> Non
 def evaluate(
     checkpoint: tyro.conf.Positional[Path],
     *,
-    task: str | None = None,
+    task: Annotated[
+        str | None, tyro.conf.arg(help=f"one of {', '.join(TASKS)}; what the run was trained on if not said.")
+    ] = None,
     episodes: int = 25,
     first_seed: int = 0,
     split: Literal["heldout", "train"] = "heldout",
@@ -330,7 +200,6 @@ def evaluate(
 
     Args:
         checkpoint: a pretrained_model folder, a checkpoint that holds one, or a run (its last checkpoint).
-        task: Tool, Book, Laundry, Cable, Medicine or Signal; what the run was trained on if not said.
         episodes: how many.
         first_seed: seed of the first episode; the next ones count up from it.
         split: which scenes: heldout or train.
@@ -355,7 +224,7 @@ def evaluate(
     if not (task := task or notes.get("task")):
         raise UsageError(
             f"--task: got none, and {checkpoint} is in no run whose run.json names one; say which one. tracemem eval plays "
-            f"the tasks of the simulated suite ({', '.join(TASKS)}, Signal); on a robot, use lerobot-rollout (docs/robot.md)"
+            f"the tasks of the simulated suite ({', '.join(TASKS)}); on a robot, use lerobot-rollout (docs/robot.md)"
         )
     bench = load(task)
     if cue is not None and not 0 <= cue < len(bench.cues):
@@ -365,6 +234,8 @@ def evaluate(
     place, console = out or Path(run or "", "evaluation", bench.name), Console(stderr=json_)
     config = configuration(folder, device)
     size, cameras = pictures(config)
+    from trace_lab.rollout import Episodes  # loads the simulator
+
     asked = Episodes(bench.name, split, profile, delay, limit, cue, first_seed, episodes, size, cameras)
     env = replace(asked, cameras=()).make()
     settings = Settings(Trained.of(folder, config, notes.get("seed")), replace(asked, delay=env.delay, limit=env.limit))

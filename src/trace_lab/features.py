@@ -19,16 +19,15 @@ from torch import Tensor
 
 from lerobot_policy_trace.encoder import calibrate, to_channels_last
 from trace_errors import DatasetError, UsageError
-from trace_lab.augment import Jitter
 from trace_lab.frames import FrameStore, held, ram
-from trace_lab.policy import COUNTER
 from trace_lab.progress import progress
 from trace_lab.recipe import Recipe
-from trace_lab.sampling import generator
+from trace_lab.sampling import Jitter, generator
 from trace_lab.source import fingerprint
 
 AT_ONCE = 128  # frames
 SAMPLE, PIXELS = 256, 4_000_000  # frames that the encoder is fitted to, and how many pixels they may have in all
+COUNTER = "num_batches_tracked"  # of normalisations that learn: of no use to an encoder that does not
 ROOM = 0.5  # share of the free memory that feature maps may take
 WAY = ("vision_backbone", "resize_shape", "crop_shape", "replace_final_stride_with_dilation")  # from picture to map
 VARIANTS = 3  # with jitter: as often each episode is encoded, the first time as it is
@@ -94,7 +93,7 @@ class Encoding:
         return [batch[camera] for camera in store.cameras]
 
     def fit(self) -> None:
-        """Gives an encoder that has learnt nothing the statistics of some of the pictures."""
+        """Gives an encoder whose weights are drawn the statistics of some of the pictures."""
         store = self.store
         count, pixels = int(store.ends[-1]), sum(kept.shape[-2] * kept.shape[-1] for kept in store.cameras.values())
         few = max(1, min(SAMPLE, count, PIXELS // pixels))
@@ -147,10 +146,9 @@ def encode(
     made: Recipe,
     console: Console,
     *,
-    learnt: bool,
     cache: Path | None = None,
 ) -> FeatureMaps:
-    """Freezes the policy's encoder, fits it to the pictures if it has learnt nothing yet, and uses it on all of them, or
+    """Freezes the policy's encoder, fits it to the pictures if its weights are drawn, and uses it on all of them, or
     takes the maps that another run has left in the cache.
     """
     if not policy.backbones:
@@ -163,7 +161,7 @@ def encode(
     for backbone in policy.backbones:
         backbone.eval().requires_grad_(requires_grad=False)
     encoding = Encoding(policy, store, prepare, made, console)
-    if not learnt:
+    if policy.config.pretrained_backbone_weights is None:
         encoding.fit()
     for backbone in policy.backbones:
         to_channels_last(backbone)

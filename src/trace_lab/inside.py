@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trace_lab.dataset import play
-from trace_lab.evaluate import Episodes, configuration, find, pictures, runner
-from trace_lab.rollout import PolicyRunner
+from trace_lab.rollout import Episodes, PolicyRunner
+from trace_lab.trained import configuration, find, pictures, runner
 
 Heat = NDArray[np.float64]  # (slots, steps)
 

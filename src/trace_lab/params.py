@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
 # Outputs of the maps of the condition in LeRobot's U-Net (scale and shift), two a level: down, in the middle, up.
 UNET = [2 * width for width in (512, 1024, 2048, 2048, 1024, 512) for _ in range(2)]
-FORMS = ("trace", "paper")  # whose maps are counted one by one
 
 
 def count(module: "nn.Module") -> int:
@@ -91,7 +90,7 @@ def params(
         json_: print JSON instead of tables.
     """
     config = MemoryConfig(content=2 * width, width=width, hidden=hidden)
-    forms = {name: build(replace(config, name=name)) for name in FORMS}
+    forms = {name: build(replace(config, name=name)) for name, method in METHODS.items() if method.kind == "trace"}
     counted: dict[str, Any] = {
         "forms": {
             name: {

@@ -1,10 +1,9 @@
-"""The policy that a recipe asks for, on a dataset: its cameras, its configuration, its pipelines, and the encoder it starts
-with. Training it is `training`'s matter.
+"""The policy that a recipe asks for, on a dataset: its cameras, its configuration and its pipelines. Training it is
+`training`'s matter.
 """
 
 import re
 from dataclasses import fields
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,17 +11,13 @@ from lerobot.configs import FeatureType, PolicyFeature
 from lerobot.configs.policies import PreTrainedConfig
 from lerobot.policies.factory import make_pre_post_processors
 from lerobot.utils.constants import ACTION, IMAGENET_STATS, OBS_ENV_STATE, OBS_STATE
-from safetensors.torch import load_file
-from torch import Tensor
 
 from lerobot_policy_trace import MemoryOptions
-from trace_errors import RunError, UsageError
+from trace_errors import UsageError
 from trace_lab.recipe import Recipe, known
 from trace_memory import PaperOptions
 
-RESNET = ("conv1", "bn1", "relu", "maxpool", "layer1", "layer2", "layer3", "layer4")
 VELOCITY = ("vx", "vy", "vz", "vel", "velocity", "rate", "speed")  # last words of a channel's name
-COUNTER = "num_batches_tracked"  # of normalisations that learn, which an encoder that is kept as it is does not need
 
 
 def cameras(made: Recipe, meta: Any) -> list[str]:
@@ -88,38 +83,6 @@ def configuration(made: Recipe, meta: Any, device: str) -> Any:
     except (TypeError, ValueError) as error:
         raise UsageError(f"{made.policy} with memory {made.memory}: {error}") from error
     return config
-
-
-def take_encoder(policy: Any, folder: Path) -> None:
-    """Gives a policy the encoder of a trained one, and nothing else of it: the rest of a policy without a memory may have
-    learnt a shortcut from how scenes look to what is done, and a memory would find nothing left to learn. ACT and
-    Diffusion Policy can have each other's, where their ResNets have the same layers.
-    """
-    weights = load_file(folder / "model.safetensors")
-    shared: dict[str, Tensor] = {}
-    for name, x in weights.items():
-        if ".backbone." in name and not torch.equal(shared.setdefault(_layer(name), x), x):
-            shared[_layer(name)] = x.new_empty(0)  # each camera has its own: by name only
-    places = [f"{name}." for name, part in policy.named_modules() if any(part is each for each in policy.backbones)]
-    wanted = {n: x for n, x in policy.state_dict().items() if n.startswith(tuple(places)) and not n.endswith(COUNTER)}
-    if not wanted:
-        raise RunError("encoder: the policy has no pictures to encode")
-    found = {name: weights.get(name, shared.get(_layer(name))) for name in wanted}
-    right = {name: x for name, x in found.items() if x is not None and x.shape == wanted[name].shape}
-    differ = [name for name in wanted if name not in right]
-    differ += sorted({n for n in shared if not n.endswith(COUNTER)} - {_layer(name) for name in wanted})
-    if differ:
-        raise RunError(
-            f"encoder: that of {folder} is another one: {len(differ)} weights differ ({', '.join(differ[:2])}). "
-            "Diffusion Policy can take ACT's with policy.use_group_norm=false"
-        )
-    policy.load_state_dict(right, strict=False)
-
-
-def _layer(name: str) -> str:
-    """A weight of an encoder as torchvision calls it; Diffusion Policy numbers the parts of its ResNet."""
-    part, _, rest = name.rpartition(".backbone.")[2].partition(".")
-    return f"{RESNET[int(part)] if part.isdigit() else part}.{rest}"
 
 
 def pipelines(config: Any, meta: Any) -> tuple[Any, Any]:

@@ -14,8 +14,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from trace_errors import UsageError
-from trace_memory.config import PAPER_FORMS, MemoryConfig, PaperOptions, nearest
-from trace_memory.registry import METHODS
+from trace_memory.config import MemoryConfig, PaperOptions, nearest
+from trace_memory.registry import METHODS, paper_forms
 
 if TYPE_CHECKING:
     from trace_memory.probe import ProbeRun
@@ -160,13 +160,15 @@ def probe(
     for name, value, least in (("rate", rate, 0.0), ("solved", solved, 0.0), ("speed", speed, 1.0)):
         if not value >= least or value == 0 or value == float("inf"):
             raise UsageError(f"--{name}: {value}, expected {'1 or more' if least else 'a positive number'}")
-    if paper != PaperOptions() and not set(memory) & set(PAPER_FORMS):
-        raise UsageError(f"--paper: has options for {', '.join(memory)}, expected --memory {' or '.join(PAPER_FORMS)}")
+    if paper != PaperOptions() and not any(METHODS[name].paper_form for name in memory):
+        raise UsageError(
+            f"--paper: has options for {', '.join(memory)}, expected --memory {' or '.join(paper_forms())}"
+        )
 
     from trace_memory.probe import PROBE_MEMORY, ProbeRun, ProbeTask
 
     def config(name: str) -> MemoryConfig:
-        return replace(PROBE_MEMORY, name=name, paper=paper if name in PAPER_FORMS else PaperOptions())
+        return replace(PROBE_MEMORY, name=name, paper=paper if METHODS[name].paper_form else PaperOptions())
 
     plan = ProbeRun(
         task=ProbeTask(cues, delay), updates=updates, batch=batch, rate=rate, speed=speed, solved=solved, device=device

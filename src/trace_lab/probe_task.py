@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
 
-from trace_bench.tasks import load
+from trace_bench.tasks import TASKS, load
 from trace_errors import UsageError
 from trace_lab.progress import progress
 
@@ -258,7 +258,7 @@ def judge(moment: str, right: int, total: int, chance: float, *, expected: bool)
 
 
 def probe_task(
-    task: tyro.conf.Positional[str],
+    task: Annotated[str, tyro.conf.Positional, tyro.conf.arg(help=f"one of {', '.join(TASKS)}.")],
     episodes: int = 600,
     size: int = 96,
     workers: int = os.cpu_count() or 1,
@@ -273,7 +273,6 @@ def probe_task(
     check fails.
 
     Args:
-        task: Tool, Book, Laundry, Cable or Medicine.
         episodes: training episodes, and as many held-out ones. 600 give an interval of about 4 points either way.
         size: height and width of the pictures, pixels.
         workers: processes that simulate.

@@ -59,11 +59,11 @@ class Line:
     @classmethod
     def read(cls, row: Mapping[str, Any]) -> "Line":
         """From a decoded line."""
-        told = dict(row)
-        job = {name: told.pop(name) for name in Job.__dataclass_fields__}
+        values = dict(row)
+        job = {name: values.pop(name) for name in Job.__dataclass_fields__}
         for name in ("command", "after", "options"):
             job[name] = tuple(job[name])
-        return cls(Job(**job), **told | {"places": tuple(told["places"])})
+        return cls(Job(**job), **values | {"places": tuple(values["places"])})
 
     def text(self) -> str:
         """As a line of the file."""

@@ -11,14 +11,13 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 from trace_errors import UsageError
-from trace_memory.config import PAPER_FORMS, PaperOptions
-from trace_memory.registry import METHODS
+from trace_memory.config import PaperOptions
+from trace_memory.registry import METHODS, paper_forms
 
-POLICIES = ("act", "diffusion")
+POLICIES = {"act": "ACT", "diffusion": "Diffusion Policy"}  # in the order of tables
 SCANS = ("episode", "budget")
 BACKBONES = ("trained", "frozen")
 PRECISIONS = ("auto", "bf16", "float32")
-OWN_PATH = ("none", "signature-only")  # never addressed by another's path: nothing is, or nothing else is known
 
 # Options of a memory that `--set memory.NAME=VALUE` changes, with what each is: those of the plug-in's `MemoryOptions`,
 # whose import takes too long to find out that a name is misspelt. `memory.paper.NAME` are those of `PaperOptions`.
@@ -89,7 +88,7 @@ class Recipe:
     memory_options: dict[str, Any] = field(default_factory=dict)  # of the plug-in's `MemoryOptions`
 
     def __post_init__(self) -> None:
-        known("policy", self.policy, POLICIES)
+        known("policy", self.policy, list(POLICIES))
         known("memory", self.memory, list(METHODS))
         known("scan", self.scan, SCANS)
         known("backbone", self.backbone, BACKBONES)
@@ -115,9 +114,9 @@ class Recipe:
 
     def _check_budget(self) -> None:
         """What the budget scan cannot do."""
-        if self.memory not in ("none", *PAPER_FORMS):
+        if self.memory != "none" and not METHODS[self.memory].paper_form:
             raise UsageError(
-                f"scan: got budget with memory {self.memory}, expected memory {', '.join(PAPER_FORMS)} or none"
+                f"scan: got budget with memory {self.memory}, expected memory {', '.join(paper_forms())} or none"
             )
         if self.path_swap:
             raise UsageError(f"path_swap: got {self.path_swap} with scan=budget; it is for whole episodes, expected 0")
@@ -217,7 +216,7 @@ def recipe(preset: str, policy: str, memory: str | None = None, changes: Mapping
     Example:
         recipe("tiny", "act", "trace", {"lr": 1e-3, "memory.period": 4, "policy.chunk_size": 20})
     """
-    base = RECIPES[known("preset", preset, list(RECIPES))][known("policy", policy, POLICIES)]
+    base = RECIPES[known("preset", preset, list(RECIPES))][known("policy", policy, list(POLICIES))]
     base = replace(base, memory=memory or base.memory)
     own: dict[str, Any] = {}
     options, memory_options = dict(base.policy_options), dict(base.memory_options)
@@ -232,8 +231,8 @@ def recipe(preset: str, policy: str, memory: str | None = None, changes: Mapping
             continue
         check_name(name)
         if option.startswith("paper."):
-            if base.memory not in PAPER_FORMS:
-                raise UsageError(f"{name}: got with memory {base.memory}, expected memory {' or '.join(PAPER_FORMS)}")
+            if not METHODS[base.memory].paper_form:
+                raise UsageError(f"{name}: got with memory {base.memory}, expected memory {' or '.join(paper_forms())}")
             option = option.removeprefix("paper.")
             paper = memory_options.get("paper", {})
             memory_options["paper"] = paper | {option: convert(name, value, PAPER_OPTIONS[option])}
@@ -241,9 +240,9 @@ def recipe(preset: str, policy: str, memory: str | None = None, changes: Mapping
             memory_options[option] = convert(name, value, MEMORY_OPTIONS[option])
         else:
             own[name] = convert(name, value, types[name])
-    if base.memory in OWN_PATH:
+    if not METHODS[base.memory].swaps_paths:
         own["path_swap"] = 0.0
-    elif base.memory in PAPER_FORMS or own.get("episodes", base.episodes) == 1:
+    elif METHODS[base.memory].paper_form or own.get("episodes", base.episodes) == 1:
         own.setdefault("path_swap", 0.0)  # the paper does not, or there is no other path
     return replace(base, **own, policy_options=options, memory_options=memory_options)
 

@@ -78,11 +78,11 @@ def add(places: tuple[Path, ...], file: Path, decides: str, console: Console) ->
     if absent := [each for each in places if not each.is_dir()]:
         raise RunError(f"--add: got {absent[0]}, expected a folder of tracemem compare, train or demo")
     if len(places) == 1 and (made := places[0] / COMPARED).exists():
-        told = manifest(made) | ({"decides": decides} if decides else {})
+        facts = manifest(made) | ({"decides": decides} if decides else {})
         file.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(made, file)
-        manifest_of(file).write_text(json.dumps(told, indent=1, ensure_ascii=False) + "\n")
-        for each in told.get("unfinished", []):
+        manifest_of(file).write_text(json.dumps(facts, indent=1, ensure_ascii=False) + "\n")
+        for each in facts.get("unfinished", []):
             console.print(f"not in it, because not finished: {each}", highlight=False, soft_wrap=True)
         return
     reading = whole(*places)

@@ -12,13 +12,13 @@ from reprlib import repr as short
 from typing import Any
 
 from trace_bench.referee import Decision, Outcome, Record
-from trace_bench.tasks import EVERY
+from trace_bench.tasks import TASKS
 from trace_errors import RunError
+from trace_lab.recipe import POLICIES
 from trace_memory.registry import METHODS
 
-FILE = "evaluation.jsonl"
+SETTINGS, RESULTS = "evaluation.json", "evaluation.jsonl"  # what tracemem eval writes into its folder
 SETS = Path("results")  # where published sets are, seen from the project's folder
-POLICIES = {"act": "ACT", "diffusion": "Diffusion Policy"}  # in the order of the rows
 FORMS = {"act": "TRACE Regression", "diffusion": "TRACE Diffusion"}  # the paper's names
 ONCE = ("policy", "memory", "training_seed", "task", "split", "seed", "cue", "delay")  # what tells rollouts apart
 SPELT = {"training_seed": "seed", "seed": "episode"}  # the names of these two in a parquet file
@@ -34,7 +34,7 @@ class Rollout:
         method: policy and memory, by name.
         training_seed: of the training that was evaluated.
         record: the score sheet.
-        encoder: hash of the weights with which that training began, if it began with another's encoder.
+        encoder: hash of the weights with which that training began, if it began with another's encoder, as in version 0.1.
         size: which recipe it was trained with.
         command: what trained and evaluated it.
         commit: of the code.
@@ -98,7 +98,7 @@ def _checks() -> dict[str, Check]:
     return {
         "policy": _one_of(POLICIES),
         "memory": _one_of(METHODS),
-        "task": _one_of(EVERY),
+        "task": _one_of(TASKS),
         "split": TEXT,
         **dict.fromkeys(("training_seed", "seed", "cue", "delay", "steps", "drops"), count),
         "cue_gone": step,
@@ -163,19 +163,29 @@ def rollout(row: Any, where: str, spelt: Mapping[str, str] | None = None) -> Rol
 # -- what eval writes ------------------------------------------------------------------------------------------------------
 
 
+def lines(out: Path) -> dict[int, dict[str, Any]]:
+    """The finished episodes of a folder, by seed. A line that was torn off at the end does not count."""
+    path = out / RESULTS
+    try:
+        rows = [json.loads(text) for text in path.read_text().split("\n")[:-1]] if path.exists() else []
+        return {row["seed"]: row for row in rows}
+    except (json.JSONDecodeError, KeyError, TypeError) as error:
+        raise RunError(f"{path}: a line in it is not the result of an episode ({error!r})") from error
+
+
 def _origin(file: Path) -> dict[str, Any]:
     """What the run.json above a file of lines says of the training; nothing if there is none."""
     notes = [note for folder in file.parents[1:3] if (note := folder / "run.json").exists()]
     if not notes:
         return {}
     try:
-        told = json.loads(notes[0].read_text())
-        asked = told.get("asked", {})
+        run = json.loads(notes[0].read_text())
+        asked = run.get("asked", {})
         encoder, recipe = asked.get("encoder"), asked.get("recipe") or {}
         return {
             "encoder": "" if encoder is None else str(encoder["weights"]),
             "size": str(recipe.get("size") or ""),
-            "commit": str(told.get("commit") or ""),
+            "commit": str(run.get("commit") or ""),
         }
     except (ValueError, AttributeError, LookupError, TypeError) as error:
         raise wrong(str(notes[0]), repr(error), "what tracemem train writes, with asked.encoder.weights") from error
@@ -205,7 +215,7 @@ def whole(*folders: Path) -> Reading:
     """
     done, notes = list[Path](), list[str]()
     for folder in folders:
-        files = sorted(folder.rglob(FILE))
+        files = sorted(folder.rglob(RESULTS))
         for file in files:
             note = file.with_suffix(".json")
             asked = json.loads(note.read_text()).get("settings", {}).get("episodes") if note.exists() else None
@@ -215,7 +225,7 @@ def whole(*folders: Path) -> Reading:
             else:
                 notes.append(f"{file}: left out, it has {count} episodes of {asked}; let tracemem eval finish them")
         if not files:
-            raise wrong(str(folder), "a folder without rollouts", f"{FILE} in or below it")
+            raise wrong(str(folder), "a folder without rollouts", f"{RESULTS} in or below it")
     found = read(*done) if done else Reading(())
     return Reading(found.rollouts, (*found.notes, *notes))
 
@@ -236,13 +246,13 @@ def manifest(file: Path) -> dict[str, Any]:
     """
     note = manifest_of(file)
     try:
-        told = json.loads(note.read_text())
-        expected = str(told["sha256"])
+        facts = json.loads(note.read_text())
+        expected = str(facts["sha256"])
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise wrong(str(note), repr(error), f"the manifest of {file.name}, with its sha256") from error
     if (found := hashlib.sha256(file.read_bytes()).hexdigest()) != expected:
         raise wrong(f"{file}: sha256", found, f"{expected}, of which {note.name} tells")
-    return dict(told)
+    return dict(facts)
 
 
 def _schema() -> Any:
@@ -313,17 +323,17 @@ def _read_set(file: Path) -> Iterable[tuple[str, dict[str, Any], Rollout]]:
 def order(each: Rollout) -> tuple[Any, ...]:
     """By method, task, training seed and episode: the same rollouts give the same file, whichever came first."""
     record = each.record
-    place = (methods().index(each.method), list(EVERY).index(record.task), each.training_seed)
+    place = (methods().index(each.method), list(TASKS).index(record.task), each.training_seed)
     return (*place, record.split, record.seed, record.cue, record.delay)
 
 
-def write(file: Path, rollouts: Sequence[Rollout], **told: Any) -> None:
+def write(file: Path, rollouts: Sequence[Rollout], **facts: Any) -> None:
     """Keeps rollouts as a set: a parquet file, and beside it its manifest.
 
     Args:
         file: ends in .parquet. What is there is replaced.
         rollouts: one or more, in any order.
-        told: for the manifest: command, versions, decides, ...; tasks, methods, seeds, commits and the number of rollouts
+        facts: for the manifest: command, versions, decides, ...; tasks, methods, seeds, commits and the number of rollouts
             are read off the rollouts.
 
     Raises:
@@ -342,9 +352,9 @@ def write(file: Path, rollouts: Sequence[Rollout], **told: Any) -> None:
     met = [method for method in methods() if any(each.method == method for each in ordered)]
     note = {
         "made": datetime.now(UTC).isoformat(timespec="seconds"),
-        **told,
+        **facts,
         "rollouts": len(ordered),
-        "tasks": [task for task in EVERY if any(each.record.task == task for each in ordered)],
+        "tasks": [task for task in TASKS if any(each.record.task == task for each in ordered)],
         "methods": ["+".join(method) for method in met],
         "seeds": sorted({each.training_seed for each in ordered}),
         "episodes": sorted({each.record.seed for each in ordered}),
@@ -377,9 +387,9 @@ def find(place: Path | str, sets: Path = SETS) -> list[Path]:
     """
     path, named = Path(place), sets / f"{place}.parquet"
     if path.is_dir():
-        if found := sorted(path.rglob(FILE)):
+        if found := sorted(path.rglob(RESULTS)):
             return found
-        raise wrong(str(path), "a folder without rollouts", f"{FILE} in or below it")
+        raise wrong(str(path), "a folder without rollouts", f"{RESULTS} in or below it")
     if not path.exists() and named.exists():
         return [named]
     if not path.exists() and path.suffix not in {".parquet", ".jsonl"}:

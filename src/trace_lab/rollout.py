@@ -5,27 +5,25 @@ the business of `evaluate`.
 
 import json
 import multiprocessing
-import re
 import threading
 import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from fractions import Fraction
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
-import av
 import numpy as np
 from gymnasium.vector.utils import create_shared_memory, read_from_shared_memory, write_to_shared_memory
 from numpy.typing import NDArray
 
-from trace_bench.env import BenchEnv, Observation
+from trace_bench.env import BenchEnv, Observation, make
 from trace_bench.robot import CHANNELS
 from trace_errors import ControlError, SimulationError, UsageError
 from trace_lab.dataset import begin_worker
+from trace_lab.films import Film
 
 PATIENCE = 10.0  # seconds a worker has to end by itself
 Build = Callable[[], BenchEnv]  # must survive pickling
@@ -40,6 +38,29 @@ def device_of(asked: str) -> str:
     return ("cuda" if torch.cuda.is_available() else "cpu") if asked == "auto" else asked
 
 
+@dataclass(frozen=True)
+class Episodes:
+    """The episodes of an evaluation: a task, how its scenes are drawn, and which seeds."""
+
+    task: str
+    split: str
+    profile: str
+    delay: int | None  # None: the environment's own, as for the limit
+    limit: int | None
+    cue: int | None  # None: the seed's
+    first_seed: int
+    episodes: int
+    size: int = 96
+    cameras: tuple[str, ...] = ()
+
+    def make(self, renders: Callable[[int], bool] | None = None) -> BenchEnv:
+        """An environment that plays them."""
+        return make(
+            self.task, split=self.split, profile=self.profile, delay=self.delay, limit=self.limit, size=self.size,
+            cameras=self.cameras, renders=renders,
+        )  # fmt: skip
+
+
 class Begin(NamedTuple):
     """The command to begin an episode, with the seed's cue or another. A film is named after the path given here, its
     outcome and `.mp4`.
@@ -51,32 +72,6 @@ class Begin(NamedTuple):
 
 
 Command = NDArray[np.float32] | Begin | None  # an action; a new episode; stand still
-
-
-class Film:
-    """A video that grows with its episode. It has its name only when it is finished."""
-
-    def __init__(self, path: Path, rate: int):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self.path, self.temporary, self.frames = path, path.with_name(f"{path.name}.tmp"), 0
-        self.container = av.open(str(self.temporary), "w", format="mp4")
-        self.stream: Any = self.container.add_stream("h264", rate, options={"crf": "20", "preset": "veryfast"})
-        self.stream.thread_count, self.stream.pix_fmt = 1, "yuv420p"  # what every player plays
-        self.stream.time_base = Fraction(1, rate)
-
-    def add(self, picture: NDArray[np.uint8]) -> None:
-        """The next frame."""
-        self.stream.height, self.stream.width = picture.shape[:2]
-        frame = av.VideoFrame.from_ndarray(picture, format="rgb24")
-        frame.pts, self.frames = self.frames, self.frames + 1
-        self.container.mux(self.stream.encode(frame))
-
-    def finish(self, outcome: str) -> None:
-        """The episode is over."""
-        self.container.mux(self.stream.encode())
-        self.container.close()
-        words = re.sub(r"\W", "_", outcome.lower())
-        self.temporary.rename(self.path.with_name(f"{self.path.name}-{words}.mp4"))
 
 
 class Row:
@@ -229,6 +224,12 @@ class Meter:
     calls: int = 0
     policy_seconds: float = 0.0
 
+    def count(self, rows: int, seconds: float) -> None:
+        """One call of the policy, for so many rows that play."""
+        self.steps += rows
+        self.calls += 1
+        self.policy_seconds += seconds
+
 
 def play(rows: Rows, runner: PolicyRunner, episodes: Iterable[Begin], meter: Meter) -> Iterator[list[dict[str, Any]]]:
     """Plays all episodes. Yields after every round the score sheets of those that ended in it, mostly none.
@@ -243,8 +244,7 @@ def play(rows: Rows, runner: PolicyRunner, episodes: Iterable[Begin], meter: Met
         if playing:
             started = time.perf_counter()
             actions = runner.act(rows.observation)
-            meter.policy_seconds += time.perf_counter() - started
-            meter.calls, meter.steps = meter.calls + 1, meter.steps + len(playing)
+            meter.count(len(playing), time.perf_counter() - started)
             for row, episode in playing.items():
                 if not (good := np.isfinite(actions[row])).all():
                     where = f"seed {episode.seed}, step {rows.observation['episode_step'][row, 0]}"

@@ -4,7 +4,6 @@ Written so that a process may die at any moment: a checkpoint is there as a whol
 """
 
 import fcntl
-import hashlib
 import json
 import os
 import re
@@ -158,19 +157,9 @@ class Run:
             return []
         return sorted(int(p.name) for p in self.checkpoints.iterdir() if p.name.isdigit() and not p.is_symlink())
 
-    def trained(self) -> int:
-        """Updates of which a checkpoint remains."""
-        return (self.finished() or [0])[-1]
-
     def checkpoint(self, step: int) -> Path:
         """Its folder."""
         return self.checkpoints / f"{step:06d}"
-
-    def whole(self, step: int) -> Path:
-        """A checkpoint's folder; a RunError if it is damaged."""
-        if reason := damage(self.checkpoint(step)):
-            raise RunError(f"{self.checkpoint(step)}: {reason}, expected a whole checkpoint")
-        return self.checkpoint(step)
 
     def mend(self, tell: Callable[[str], object]) -> None:
         """Sets newest checkpoints aside that are damaged, and tells of each; a RunError if no other is left."""
@@ -286,19 +275,6 @@ class Run:
             except BlockingIOError as error:
                 raise RunError(f"{self.folder}: another tracemem train is at work there") from error
             yield
-
-
-def trained(folder: Path) -> tuple[Path, dict[str, Any]]:
-    """The last policy of a finished or stopped run, and a note of what it is: what it was asked for, and a digest of its
-    weights.
-    """
-    run = Run(folder)
-    if not (folder / "run.json").exists() or not (done := run.finished()):
-        raise RunError(f"encoder: {folder}: no run with a checkpoint there, expected a folder of tracemem train")
-    asked, policy = run.note()["asked"], run.whole(done[-1]) / "pretrained_model"
-    digest = hashlib.sha256((policy / "model.safetensors").read_bytes()).hexdigest()
-    kept = {name: asked[name] for name in ("recipe", "seed", "dataset", "encoder") if name in asked}
-    return policy, {"asked": kept, "step": done[-1], "weights": digest}
 
 
 @contextmanager

@@ -1,9 +1,10 @@
-"""What an update learns from: which episodes, which times of each, and the batch made of them. Everything is a function of
-the seed and the update's number, so a training that was stopped goes on with the very batches it would have had.
+"""What an update learns from: which episodes, which times of each, and the batch made of them; and what is changed in it at
+random: the light of pictures (`Jitter`) and the path that addresses a memory (`PathSwap`). Everything is a function of the
+seed and the update's number, so a training that was stopped goes on with the very batches it would have had.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -12,12 +13,13 @@ from torch import Tensor
 
 from lerobot_policy_trace import EpisodeBatch
 from lerobot_policy_trace.episodes import MemoryInputs
+from lerobot_policy_trace.paths import Paths
 from trace_errors import UsageError
-from trace_lab.augment import Jitter, PathSwap
 from trace_lab.frames import FrameStore
 from trace_lab.recipe import Recipe
 
 UNIT, SHAPES = 8, 8  # captured scans have lengths that are multiples of the first, about as many as the second
+TINY = 1e-9  # an arc length that is none
 STILL = 0.05  # standard deviations of an action that count as no movement
 POOL = 8  # batches whose episodes are sorted by length together, so that a batch holds episodes of similar length
 TIMES, LIGHT, SWAP = 1, 3, 6  # streams of random numbers, apart from each other
@@ -68,6 +70,65 @@ def resting(store: FrameStore) -> Tensor:
     return still
 
 
+class Jitter:
+    """Changes brightness and contrast, alike in all pictures that have the same owner."""
+
+    def __init__(self, share: float):
+        self.share = share
+
+    def __call__(self, pictures: Tensor, owner: Tensor, draw: torch.Generator) -> Tensor:
+        """(N, ..., 3, H, W) in [0, 1] of (N,) owners, any numbers; the same draw changes the same owners alike."""
+        if not self.share:
+            return pictures
+        kinds, of = owner.cpu().unique(return_inverse=True)
+        change = ((torch.rand(2, len(kinds), generator=draw) * 2 - 1) * self.share)[:, of]
+        gain, light = change.to(pictures.device, non_blocking=True).view(2, -1, *[1] * (pictures.ndim - 1))
+        return ((pictures - 0.5) * (1 + gain) + 0.5 + light).clamp(0, 1)
+
+
+def arc_lengths(paths: Paths, velocity_channels: Sequence[int]) -> Tensor:
+    """(N,) float64: how far the robot has gone since its episode began, in standard deviations of the states. Channels that
+    are velocities count by their value, the others by their change.
+    """
+    std = paths.states.std(0)
+    states = torch.where(std > 1e-6, paths.states / std, 0.0).double()
+    steps, velocities = states.diff(dim=0, prepend=states[:1]), list(velocity_channels)
+    steps[:, velocities] = states[:, velocities]
+    steps[paths.starts] = 0.0
+    gone = torch.linalg.vector_norm(steps, dim=1).cumsum(0)
+    frame = torch.arange(len(gone))
+    return gone - gone[paths.starts[torch.searchsorted(paths.starts, frame, right=True) - 1]]
+
+
+class PathSwap:
+    """The path of one episode, followed as another one is made: as far along its arc length as that one is along its own.
+    Who rests on the one path rests on the other, or a memory whose writes scale with the arc length could tell the time.
+    """
+
+    def __init__(self, paths: Paths, velocity_channels: Sequence[int], period: int):
+        self.paths, self.period, self.arc = paths, period, arc_lengths(paths, velocity_channels)
+        channels = torch.arange(paths.states.shape[1])
+        self.velocity = torch.isin(channels, torch.tensor(list(velocity_channels), dtype=torch.int64))  # (d,) bool
+
+    def places(self, written: Tensor, own: int, other: int) -> Tensor:
+        """(T,) float64: for steps that are frames (T,) of one episode, where they are on the other's path, between rows."""
+        starts, ends = self.paths.starts, self.paths.ends
+        theirs = self.arc[starts[other] : ends[other]]
+        gone = self.arc[written] / self.arc[ends[own] - 1].clamp_min(TINY) * theirs[-1]
+        after = torch.searchsorted(theirs, gone).clamp_max(len(theirs) - 1)
+        before = (after - 1).clamp_min(0)
+        part = (gone - theirs[before]) / (theirs[after] - theirs[before]).clamp_min(TINY)
+        return starts[other] + before + part
+
+    def path(self, written: Tensor, own: int, other: int) -> Tensor:
+        """(T, d): states on the other's path. Velocities are as many times slower as the robot gets on slower there."""
+        states, places = self.paths.states, self.places(written, own, other)
+        row, part = places.long(), places.frac().to(states.dtype)
+        path = torch.lerp(states[row], states[(row + 1).clamp_max(len(states) - 1)], part[:, None])
+        speed = (places.diff(prepend=places[:1] - self.period) / self.period).clamp_max(1.0).to(states.dtype)
+        return torch.where(self.velocity, path * speed[:, None], path)
+
+
 class Batches:
     """Batches of a store for one policy.
 
@@ -111,7 +172,7 @@ class Batches:
     def at(self, step: int) -> EpisodeBatch | dict[str, Any]:
         """The batch of an update: LeRobot's own for the paper's budget scan, pieces of episodes otherwise."""
         episodes, times = self.targets(step)
-        others = self.lenders(step, episodes)
+        others = self.path_owners(step, episodes)
         mine = [x[self.share :: self.shares] for x in (episodes, times, others)]
         return self._stock(step, *mine[:2]) if self.recipe.scan == "budget" else self._episodes(step, *mine)
 
@@ -137,7 +198,7 @@ class Batches:
         times = frames - paths.starts[episodes][:, None]
         return episodes, times.minimum(self.usable[episodes][:, None] - 1)
 
-    def lenders(self, step: int, episodes: Tensor) -> Tensor:
+    def path_owners(self, step: int, episodes: Tensor) -> Tensor:
         """(E,): whose path addresses the memory of each of these episodes: its own, or that of another of them."""
         draw, count = generator(self.seed, step, SWAP), len(episodes)
         swapped = torch.rand(count, generator=draw) < self.recipe.path_swap

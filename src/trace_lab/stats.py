@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trace_bench.referee import Decision, Outcome, Record, waits
-from trace_bench.tasks import EVERY, TASKS
+from trace_bench.tasks import TASKS
 from trace_lab.results import Method, Rollout, methods
 
 RESAMPLES = 5000  # the error of a standard error is then 1 %
@@ -164,7 +164,7 @@ def student(more: Sequence[float], less: Sequence[float] | None = None) -> Estim
 
 def cells(rollouts: Iterable[Rollout]) -> Cells:
     """Progress of one method's rollouts, sorted at every level: the order of the rollouts changes nothing."""
-    found: dict[str, dict[int, list[float]]] = {task: {} for task in EVERY}
+    found: dict[str, dict[int, list[float]]] = {task: {} for task in TASKS}
     for each in rollouts:
         found[each.record.task].setdefault(each.training_seed, []).append(100 * each.record.progress)
     return {task: {s: np.sort(seeds[s]) for s in sorted(seeds)} for task, seeds in found.items() if seeds}
@@ -255,9 +255,9 @@ class Study:
         self.rollouts = tuple(rollouts)
         own = {method: [each for each in rollouts if each.method == method] for method in methods()}
         self.methods: dict[Method, Cells] = {method: cells(some) for method, some in own.items() if some}
-        self.met = [task for task in EVERY if any(task in each for each in self.methods.values())]
+        self.met = [task for task in TASKS if any(task in each for each in self.methods.values())]
         self.tasks = [
-            task for task in self.met if task in TASKS
+            task for task in self.met if TASKS[task].suite
         ] or self.met  # averages are the suite's, if any is there
         self.keys = [(method, task) for method, each in self.methods.items() for task in each]
 

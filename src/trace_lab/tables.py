@@ -8,9 +8,10 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from trace_bench.tasks import TASKS
+from trace_bench.tasks import of_suite
 from trace_lab import stats
-from trace_lab.results import POLICIES, Method, Reading, label
+from trace_lab.recipe import POLICIES
+from trace_lab.results import Method, Reading, label
 from trace_lab.stats import FIRST, NONE_WRONG, REACHED, Cells, Estimate, Study
 from trace_memory.registry import METHODS
 
@@ -81,8 +82,9 @@ def _paired(value: tuple[Estimate, int]) -> str:
 
 
 def _missing(methods: Mapping[Method, Cells], tasks: Sequence[str]) -> Iterator[str]:
-    if 0 < len(absent := [task for task in TASKS if task not in tasks]) < len(TASKS):
-        yield f"Averages are over {len(tasks)} of the suite's {len(TASKS)} tasks; no rollouts of {', '.join(absent)}."
+    suite = of_suite()
+    if 0 < len(absent := [task for task in suite if task not in tasks]) < len(suite):
+        yield f"Averages are over {len(tasks)} of the suite's {len(suite)} tasks; no rollouts of {', '.join(absent)}."
     for method, own in methods.items():
         seeds = {seed for task in own.values() for seed in task}
         lacking = [task for task in tasks if task not in own]

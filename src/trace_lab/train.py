@@ -11,7 +11,7 @@ import tyro
 from rich.console import Console
 
 from trace_lab.recipe import parse, recipe
-from trace_lab.run import Run, trained
+from trace_lab.run import Run
 from trace_lab.source import describe
 
 
@@ -25,7 +25,6 @@ def train(
     seed: int = 0,
     steps: int | None = None,
     set_: Annotated[tuple[str, ...], tyro.conf.arg(name="set", metavar="NAME=VALUE ...")] = (),
-    encoder: Path | None = None,
     device: Literal["auto", "cpu", "cuda"] = "auto",
     frames: Literal["auto", "gpu", "ram", "file"] = "auto",
     cache: Path | None = None,
@@ -49,8 +48,6 @@ def train(
         steps: updates; the preset's number if not said.
         set_: any other number of the recipe, for instance lr=3e-4 episodes=4 policy.dim_model=256 memory.period=4;
             docs/training.md lists them.
-        encoder: a run of tracemem train, on any data: this one begins with its encoder (backbone=frozen leaves it as it
-            is), and with nothing else of it.
         device: where to train.
         frames: where decoded pictures are kept; auto is the nearest place that has room (a file where each is needed once:
             frozen encoder and a cache).
@@ -62,14 +59,12 @@ def train(
     made = recipe(preset, policy, memory, own | parse(set_))
     describe(dataset)
     Run(out).usable()
-    if encoder is not None:
-        trained(encoder)
     from trace_lab.training import run_training  # PyTorch and LeRobot take a while to import
 
     console = Console(stderr=json_)
     result = run_training(
         dataset, out, made, seed,
-        device=device, frames=frames, cache=cache, console=console, encoder=encoder, notes=task_of(dataset),
+        device=device, frames=frames, cache=cache, console=console, notes=task_of(dataset),
     )  # fmt: skip
     if int(os.environ.get("RANK", "0")):  # one of several processes speaks
         return 0

@@ -23,10 +23,10 @@ from lerobot_policy_trace.encoder import to_channels_last
 from trace_errors import ObservationError, RunError
 from trace_lab.features import encode
 from trace_lab.frames import FrameStore, open_dataset, open_frames
-from trace_lab.policy import cameras, configuration, pipelines, take_encoder
+from trace_lab.policy import cameras, configuration, pipelines
 from trace_lab.progress import progress
 from trace_lab.recipe import Recipe
-from trace_lab.run import Run, listening, trained
+from trace_lab.run import Run, listening
 from trace_lab.sampling import Batches, generator
 from trace_lab.source import fingerprint
 
@@ -63,7 +63,6 @@ class Training:
         store: FrameStore,
         accelerator: Accelerator,
         console: Console | None = None,
-        encoder: Path | None = None,
         cache: Path | None = None,
     ) -> "Training":
         """At update 0.
@@ -74,7 +73,6 @@ class Training:
             store: the frames to learn from.
             accelerator: the device, and the other processes.
             console: where progress is shown.
-            encoder: the checkpoint of a policy whose encoder this one begins with.
             cache: a folder for feature maps, where the encoder is frozen.
         """
         device, console = accelerator.device, console or Console(stderr=True)
@@ -82,14 +80,11 @@ class Training:
         config = configuration(made, store.meta, device.type)
         torch.manual_seed(seed)
         policy = get_policy_class(config.type)(config, dataset_meta=store.meta).to(device)
-        if encoder is not None:
-            take_encoder(policy, encoder)
         before, after = pipelines(config, store.meta)
         policy.train()
         maps = None
         if made.backbone == "frozen":
-            learnt = encoder is not None or config.pretrained_backbone_weights is not None
-            maps = encode(policy, store, before, made, console, learnt=learnt, cache=cache)
+            maps = encode(policy, store, before, made, console, cache=cache)
         else:
             for backbone in policy.backbones:
                 to_channels_last(backbone)
@@ -255,7 +250,6 @@ def run_training(
     frames: str = "auto",
     cache: Path | None = None,
     console: Console | None = None,
-    encoder: Path | None = None,
     notes: dict[str, Any] | None = None,
 ) -> Result:
     """Trains, or goes on training, in a folder.
@@ -269,7 +263,6 @@ def run_training(
         frames: where decoded pictures are kept: gpu, ram, file or auto.
         cache: a folder in which decoded pictures and feature maps stay.
         console: where progress is shown.
-        encoder: the run whose encoder this one begins with.
         notes: what else `run.json` shall say.
 
     Raises:
@@ -281,8 +274,6 @@ def run_training(
     meta = open_dataset(dataset)
     configuration(made, meta, "cpu")  # what makes no sense is refused before anything is written
     asked: dict[str, Any] = {"recipe": made.to_dict(), "seed": seed, "dataset": fingerprint(dataset)}
-    if encoder is not None:
-        encoder, asked["encoder"] = trained(encoder)
     unused = DistributedDataParallelKwargs(find_unused_parameters=True)
     accelerator = Accelerator(
         cpu=device == "cpu", mixed_precision="no", kwargs_handlers=[unused], step_scheduler_with_optimizer=False
@@ -299,7 +290,7 @@ def run_training(
         store = open_frames(
             meta, accelerator.device, cameras=cameras(made, meta), place=place, cache=cache, console=console
         )
-        training = Training.begin(made, seed, store, accelerator, console, encoder, cache)
+        training = Training.begin(made, seed, store, accelerator, console, cache)
         if main:
             run.begin(asked, seed=seed, memory=resolved(training.policy), **(notes or {}))
         accelerator.wait_for_everyone()

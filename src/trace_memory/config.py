@@ -9,12 +9,10 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from trace_errors import UsageError
-from trace_memory.registry import METHODS
+from trace_memory.registry import METHODS, paper_forms
 
 if TYPE_CHECKING:
     import trace_memory.memory
-
-PAPER_FORMS = ("paper", "no-auxiliary")  # memories that read PaperOptions
 
 FIXED = "is not an option any more: our form (name 'trace') and the paper's (name 'paper') each fix it"
 RENAMED = {  # options of version 0.1, and what stands in their place
@@ -147,9 +145,9 @@ class MemoryConfig:
             )
         if not isinstance(self.paper, PaperOptions):
             raise UsageError(f"memory paper: {self.paper!r}, expected PaperOptions")
-        if self.paper != PaperOptions() and self.name not in PAPER_FORMS:
+        if self.paper != PaperOptions() and not METHODS[self.name].paper_form:
             raise UsageError(
-                f"memory paper: has options for memory {self.name!r}, expected them with {' or '.join(PAPER_FORMS)} only"
+                f"memory paper: has options for memory {self.name!r}, expected them with {' or '.join(paper_forms())} only"
             )
 
     def to_dict(self) -> dict[str, Any]:

@@ -3,7 +3,7 @@ so that tables, figures and `tracemem --help` can use it.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any, Literal
 
@@ -22,6 +22,10 @@ class Method:
         colour: of its marks in figures.
         kind: "none"; "trace", a form of the method; "ablation", that form with one part exchanged; or "baseline", anything
             else.
+        paper_form: it is the paper's form, or an ablation of it: it takes `PaperOptions`, sees each camera's feature map
+            pooled to one vector, and is trained without path swap unless that is asked for.
+        swaps_paths: an episode's memory may be addressed by another one's path in training; not so of a memory that knows
+            nothing but its path.
 
     Example:
         >>> from trace_memory import METHODS
@@ -34,6 +38,8 @@ class Method:
     label: str
     colour: str
     kind: Literal["none", "trace", "ablation", "baseline"] = "baseline"
+    paper_form: bool = field(default=False, kw_only=True)
+    swaps_paths: bool = field(default=True, kw_only=True)
 
     def load(self) -> Callable[..., Any]:
         """The callable that makes the memory.
@@ -78,10 +84,22 @@ def register(method: Method) -> Method:
     return method
 
 
+def paper_forms() -> list[str]:
+    """The names of the memories that are the paper's form, or an ablation of it."""
+    return [name for name, method in METHODS.items() if method.paper_form]
+
+
 for _method in (
-    Method("none", "trace_memory.baselines:NoMemory.from_config", "no memory", "#7f7f7f", "none"),
+    Method("none", "trace_memory.baselines:NoMemory.from_config", "no memory", "#7f7f7f", "none", swaps_paths=False),
     Method("trace", "trace_memory.trace:TraceMemory.from_config", "TRACE", "#d62728", "trace"),
-    Method("paper", "trace_memory.trace:PaperTraceMemory.from_config", "TRACE, paper's form", "#ff9896", "trace"),
+    Method(
+        "paper",
+        "trace_memory.trace:PaperTraceMemory.from_config",
+        "TRACE, paper's form",
+        "#ff9896",
+        "trace",
+        paper_form=True,
+    ),
     Method("gru", "trace_memory.baselines:GRUMemory.from_config", "GRU", "#1f77b4"),
     Method("transformer", "trace_memory.baselines:TransformerContext.from_config", "transformer context", "#2ca02c"),
     Method("lru", "trace_memory.baselines:LRUMemory.from_config", "LRU slots", "#9467bd"),
@@ -90,11 +108,23 @@ for _method in (
         "current", "trace_memory.ablations:CurrentObservation.from_config", "current observation", "#c7c7c7", "ablation"
     ),
     Method(
-        "signature-only", "trace_memory.ablations:SignatureOnly.from_config", "signature only", "#bcbd22", "ablation"
+        "signature-only",
+        "trace_memory.ablations:SignatureOnly.from_config",
+        "signature only",
+        "#bcbd22",
+        "ablation",
+        swaps_paths=False,
     ),
     Method("unrouted", "trace_memory.ablations:unrouted", "unrouted slots", "#17becf", "ablation"),
     Method("no-delta", "trace_memory.ablations:no_delta", "no delta key", "#e377c2", "ablation"),
     Method("mean-read", "trace_memory.ablations:mean_read", "mean readout", "#aec7e8", "ablation"),
-    Method("no-auxiliary", "trace_memory.ablations:no_auxiliary", "no auxiliary losses", "#98df8a", "ablation"),
+    Method(
+        "no-auxiliary",
+        "trace_memory.ablations:no_auxiliary",
+        "no auxiliary losses",
+        "#98df8a",
+        "ablation",
+        paper_form=True,
+    ),
 ):
     register(_method)

@@ -11,12 +11,11 @@ import numpy as np
 import pytest
 from gymnasium.utils.env_checker import check_env
 
-import trace_bench
 from trace_bench.env import LONGEST, WAIT, BenchEnv, make
 from trace_bench.expert import ASIDE, ASKANCE, NEARBY, Expert
 from trace_bench.referee import Outcome
 from trace_bench.robot import CAMERAS, CHANNELS, HIGH, LOW
-from trace_bench.tasks import EVERY, SHORT, VERSIONS, load, register
+from trace_bench.tasks import TASKS, load, of_suite, register
 from trace_bench.tasks.book import HUB, TURNED
 from trace_errors import ControlError, SimulationError, UsageError
 
@@ -51,8 +50,8 @@ def at_branches(env: BenchEnv, seed: int, cue: int) -> list[dict]:
 
 
 def test_the_suite_is_the_papers():
-    assert set(trace_bench.TASKS) == set(SHAPE)
-    assert set(EVERY) == {*SHAPE, *EXTRA}
+    assert set(of_suite()) == set(SHAPE)
+    assert set(TASKS) == {*SHAPE, *EXTRA}
     assert len(CHANNELS) == 17
     assert CHANNELS[:4] == ("base_vx", "base_vy", "base_yaw_rate", "left_waist")
     assert CHANNELS[9::7] == ("left_gripper", "right_gripper")
@@ -60,7 +59,7 @@ def test_the_suite_is_the_papers():
 
 @ALL
 def test_gymnasium_accepts_it(task):
-    env = gymnasium.make(f"trace_bench/{task}-v{VERSIONS[task]}", size=24).unwrapped
+    env = gymnasium.make(f"trace_bench/{task}-v{TASKS[task].version}", size=24).unwrapped
     check_env(env, skip_render_check=True)
     assert env.render().shape == (256, 384, 3)
     count, stages = (SHAPE | EXTRA)[task]
@@ -124,9 +123,9 @@ def test_the_cue_is_gone_at_every_branch(task):
     encoder's step would change (0.01 grey levels, `tracemem probe-task` measures it).
     """
     env = make(task)
-    twins = [at_branches(env, seed=21, cue=cue) for cue in range(len(env.bench.cues))]
-    assert {len(seen) for seen in twins} == {len(env.bench.lamps)}
-    for seen in zip(*twins, strict=True):
+    pairs = [at_branches(env, seed=21, cue=cue) for cue in range(len(env.bench.cues))]
+    assert {len(seen) for seen in pairs} == {len(env.bench.lamps)}
+    for seen in zip(*pairs, strict=True):
         for other in seen[1:]:
             assert other["episode_step"] == seen[0]["episode_step"]
             np.testing.assert_allclose(other["agent_pos"], seen[0]["agent_pos"], atol=2e-4)
@@ -415,7 +414,7 @@ def test_bad_cue_is_named():
 
 
 def test_versions_are_of_tasks():
-    ids = {f"trace_bench/{task}-v{5 if task == 'Book' else 3}" for task in EVERY}
+    ids = {f"trace_bench/{task}-v{5 if task == 'Book' else 3}" for task in TASKS}
     assert ids == {name for name in gymnasium.registry if name.startswith("trace_bench/")}
 
 
@@ -428,21 +427,20 @@ def test_unknown_task_names_the_nearest():
 
 @pytest.fixture
 def tiny(monkeypatch):
-    """tiny_task.py beside this file, registered as docs/suite.md explains it, and forgotten afterwards."""
+    """tiny_task.py beside this file, registered as CONTRIBUTING.md explains it, and forgotten afterwards."""
     monkeypatch.syspath_prepend(Path(__file__).parent)
     register("Tiny", "tiny_task:Tiny")
     monkeypatch.setitem(EXTRA, "Tiny", (1, 4))
     yield "Tiny"
-    for table in (SHORT, EVERY, VERSIONS):
-        del table["Tiny"]
-    del gymnasium.registry["trace_bench/Tiny-v1"]
+    del TASKS["Tiny"], gymnasium.registry["trace_bench/Tiny-v1"]
 
 
 def test_a_task_is_added_and_keeps_the_contract(tiny, monkeypatch):
     """The checks of every task hold for one that lives outside the package."""
     with pytest.raises(UsageError, match="got 'tiny', expected a name that is not yet registered"):
         register("tiny", "elsewhere:Tiny")
-    assert "Tiny" not in trace_bench.TASKS
+    assert (TASKS["Tiny"].version, TASKS["Tiny"].demonstrations) == (1, 50)
+    assert "Tiny" not in of_suite()
     assert load("tINY").name == "Tiny"
     test_gymnasium_accepts_it("Tiny")
     for split in ("train", "heldout"):
@@ -566,7 +564,7 @@ def test_what_was_done_is_shown_and_forgotten_with_the_episode():
 
 @pytest.mark.parametrize("task", ["Tool", "Laundry", "Cable", "Medicine"])
 def test_the_time_of_a_lamp_does_not_tell_the_cue(task):
-    """Twins see every lamp at the same step, also the slow ones (Book is too, in `tracemem probe-task`)."""
+    """Counterfactual pairs see every lamp at the same step, also the slow ones (Book is too, in `tracemem probe-task`)."""
     env = make(task, cameras=())
     for seed in (4, 23, 28, 31):  # of the first three one cue of Laundry was late in version 2
         times = set()

@@ -52,6 +52,13 @@ for words, code in ((["--help"], 0), (["--no-such-option", "1"], 2)):
         (["params", "--hidden", "0"], "memory hidden: 0, expected a whole number, 1 or more"),
         (["compare", "--out", "x", "--tasks", "Nope"], "there is no task 'Nope'"),
         (["probe", "--memory", "nope"], "--memory: 'nope' is not known"),
+        (["eval", "/no/where"], "/no/where: no policy there"),
+        (["attach", "/no/where", "--out", "x"], "/no/where: no config.json there"),
+        (["attach", "/no/where", "--out", "x", "--memory", "gur"], "--memory: there is no 'gur'; did you mean 'gru'?"),
+        (["profile", "--steps", "5"], "--steps, --seconds, --sizes: got (5, "),
+        (["profile", "--memory", "gur"], "--memory: there is no 'gur'; did you mean 'gru'?"),
+        (["demo", "--episodes", "0"], "--episodes: got 0, expected 1 or more"),
+        (["demo", "--seed", "-1"], "--seed: got -1, expected 0 or more"),
         (["report", "--show", "nope"], "nope: no such set in results"),
     ],
 )

@@ -22,7 +22,7 @@ from trace_bench.robot import CAMERAS, CHANNELS
 from trace_errors import ControlError, SimulationError
 from trace_lab import collect as command
 from trace_lab import dataset as disk
-from trace_lab import gallery
+from trace_lab import films
 from trace_lab.cli import main
 
 SIZE = 32
@@ -95,9 +95,9 @@ def no_film(monkeypatch):
 
     def film(settings, row, path):
         path.write_bytes(b"")
-        return [np.zeros((2, 2, 3), np.uint8) for _ in gallery.moments(row)]
+        return [np.zeros((2, 2, 3), np.uint8) for _ in films.moments(row)]
 
-    monkeypatch.setattr(gallery, "film", film)
+    monkeypatch.setattr(films, "film", film)
 
 
 def test_what_is_in_a_dataset(three):
@@ -204,7 +204,7 @@ def test_a_finished_folder_is_left_alone_extended_or_refused(three, tmp_path, ca
     assert main(["collect", "Laundry", "--size", "32", "--out", str(out)]) == 1
     assert "task: found 'Cable', asked for 'Laundry'" in capsys.readouterr().err
     with monkeypatch.context() as later:
-        later.setitem(disk.VERSIONS, "Cable", disk.VERSIONS["Cable"] + 1)
+        later.setitem(disk.TASKS, "Cable", replace(disk.TASKS["Cable"], version=4))
         assert run(out, 3) == 1
         assert "suite: found 3, asked for 4" in capsys.readouterr().err
     assert snapshot(out) == before

@@ -233,10 +233,10 @@ def test_it_ends_with_its_tables_and_its_set(tmp_path, fake, capsys):
         "tracemem train OUT/data/cable --out OUT/cable/act+trace/seed0 --policy act --memory trace"
     )
     assert command.endswith("&& tracemem eval OUT/cable/act+trace/seed0 --task Cable --episodes 2")
-    told = results.manifest(out / "results.parquet")
-    assert told["unfinished"] == []
-    (again,) = told["command"]
-    assert str(tmp_path) not in json.dumps(told)
+    facts = results.manifest(out / "results.parquet")
+    assert facts["unfinished"] == []
+    (again,) = facts["command"]
+    assert str(tmp_path) not in json.dumps(facts)
     assert again == (
         "tracemem compare --out OUT --tasks Cable --methods act+none act+trace --seeds 0 --preset tiny --set steps=4 "
         "--demonstrations 3 --size 96 --episodes 2"
@@ -251,8 +251,8 @@ def test_what_could_not_be_done_is_an_error_after_the_tables(tmp_path, fake, cap
     fake.fail = "--memory trace"
     out = tmp_path / "out"
     assert main(words(out)) == 1
-    told = capsys.readouterr()
-    assert "2 of 5 jobs could not be done. Cable: act+trace, seed 0: the last words" in told.err
+    printed = capsys.readouterr()
+    assert "2 of 5 jobs could not be done. Cable: act+trace, seed 0: the last words" in printed.err
     assert "| ACT | **50.0 ± 0.0** |" in (out / "tables.md").read_text()
     unfinished = results.manifest(out / "results.parquet")["unfinished"]
     assert unfinished == ["Cable: act+trace, seed 0", "Cable: act+trace, seed 0, evaluation"]
@@ -265,14 +265,14 @@ def test_other_settings_and_other_folders_are_refused(tmp_path, fake, capsys):
     assert main([*words(out)[:-1], "steps=5"]) == 2
     assert "comparison with other settings (changes was ['steps=4'], now ['steps=5'])" in capsys.readouterr().err
     assert (out / "compare.json").read_bytes() == kept
-    told = json.loads(kept)
-    told["recipes"]["act+trace"]["policy_options"]["chunk_size"] = 7  # a preset of before
-    (out / "compare.json").write_text(json.dumps(told))
+    note = json.loads(kept)
+    note["recipes"]["act+trace"]["policy_options"]["chunk_size"] = 7  # a preset of before
+    (out / "compare.json").write_text(json.dumps(note))
     assert main(words(out)) == 2
     assert "other settings (act+trace.policy_options.chunk_size was 7, now 40)" in capsys.readouterr().err
-    told = json.loads(kept)
-    told["fixed"]["suite"]["Cable"] -= 1  # demonstrations and scores of an earlier version of a task
-    (out / "compare.json").write_text(json.dumps(told))
+    note = json.loads(kept)
+    note["fixed"]["suite"]["Cable"] -= 1  # demonstrations and scores of an earlier version of a task
+    (out / "compare.json").write_text(json.dumps(note))
     assert main(words(out)) == 2
     assert "other settings (suite.Cable was 2, now 3)" in capsys.readouterr().err
     (out / "compare.json").write_bytes(kept)
@@ -285,9 +285,9 @@ def test_other_settings_and_other_folders_are_refused(tmp_path, fake, capsys):
 def test_a_plan_lists_the_cells_with_their_core_hours_and_does_nothing(tmp_path, fake, capsys):
     out = tmp_path / "out"
     assert main([*words(out), "--plan-only"]) == 0
-    told = capsys.readouterr().out
-    assert told.count("to do  ") == 5
-    assert "5 jobs to do, 0.0 core hours (a rough plan: nothing has been measured yet)" in told
+    printed = capsys.readouterr().out
+    assert printed.count("to do  ") == 5
+    assert "5 jobs to do, 0.0 core hours (a rough plan: nothing has been measured yet)" in printed
     assert not out.exists()
     assert main(words(out)) == 0
     capsys.readouterr()

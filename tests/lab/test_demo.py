@@ -10,9 +10,9 @@ from PIL import Image
 from trace_bench.tasks import load
 from trace_lab import films
 from trace_lab.cli import main
+from trace_lab.demo import Page
+from trace_lab.films import Film
 from trace_lab.inside import Inside, difference, most_different
-from trace_lab.page import Page
-from trace_lab.rollout import Film
 
 SMALL = ["--demonstrations", "2", "--steps", "4", "--episodes", "2", "--device", "cpu"]
 

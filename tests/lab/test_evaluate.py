@@ -32,10 +32,10 @@ from lerobot_policy_trace import (
 )
 from trace_bench.env import make
 from trace_bench.robot import CAMERAS
-from trace_bench.tasks import VERSIONS
+from trace_bench.tasks import TASKS
 from trace_errors import ControlError, SimulationError, UsageError
 from trace_lab import evaluate as command
-from trace_lab import rollout
+from trace_lab import rollout, trained
 from trace_lab.cli import main
 from trace_lab.rollout import Begin, Meter, PolicyRunner, Row, Rows, play
 
@@ -109,8 +109,8 @@ def runs(tmp_path_factory):
 
 
 def loaded(run: Path) -> PolicyRunner:
-    folder, _ = command.find(run)
-    return command.runner(folder, "cpu", 0)
+    folder, _ = trained.find(run)
+    return trained.runner(folder, "cpu", 0)
 
 
 def words(run, out, episodes, *options, limit=LIMIT, workers="1"):
@@ -175,7 +175,7 @@ def test_settings_and_summary(five, runs):
     assert settings["sha256"] == os.popen(f"sha256sum {folder}/model.safetensors").read().split()[0]
     wanted = {"task": "Cable", "episodes": 5, "first_seed": 0, "split": "heldout", "profile": "default", "delay": 60}
     assert (
-        wanted | {"limit": LIMIT, "size": SIZE, "suite": VERSIONS["Cable"], "training_seed_known": False}
+        wanted | {"limit": LIMIT, "size": SIZE, "suite": TASKS["Cable"].version, "training_seed_known": False}
     ).items() <= settings.items()
     assert (summary["episodes"], summary["mean_progress"], summary["branch_accuracy"]) == (5, 0.0, None)
     assert summary["outcomes"] == {"pre-branch failure": 5}
@@ -657,25 +657,25 @@ class Same:
     ],
 )
 def test_only_pictures_that_are_encoded_are_rendered(runs, kind, drawn, matters, tmp_path):
-    folder = shutil.copytree(command.find(runs(kind))[0], tmp_path / "slow")
+    folder = shutil.copytree(trained.find(runs(kind))[0], tmp_path / "slow")
     config = json.loads((folder / "config.json").read_text())
     config = config | {"n_action_steps": 6, "memory": config["memory"] | {"period": 4}}
     (folder / "config.json").write_text(json.dumps(config))
 
     def acts(choose):
-        runner = command.runner(folder, "cpu", 0)
+        runner = trained.runner(folder, "cpu", 0)
         config = runner.policy.config
-        rows = Same(command.pictures(config)[0], choose(config))
+        rows = Same(trained.pictures(config)[0], choose(config))
         for _ in play(rows, runner, [Begin(0), Begin(1)], Meter()):
             pass
         rows.row.env.close()
         return np.array(rows.actions), rows.drawn / len(config.image_features)
 
     def but(step):
-        return lambda config: lambda now: now != step and command.rendered(config)(now)
+        return lambda config: lambda now: now != step and trained.rendered(config)(now)
 
     all_of_them, every = acts(lambda _: None)
-    some, fewer = acts(command.rendered)
+    some, fewer = acts(trained.rendered)
     np.testing.assert_array_equal(some, all_of_them)
     assert (every, fewer) == (2 * 15, 2 * len(drawn))
     assert not np.array_equal(acts(but(matters))[0], all_of_them)  # what the policy does encode
@@ -683,7 +683,7 @@ def test_only_pictures_that_are_encoded_are_rendered(runs, kind, drawn, matters,
 
 @pytest.mark.parametrize("kind", ["ensemble", "act", "diffusion"])
 def test_all_pictures_are_rendered_for_the_others(runs, kind):
-    assert command.rendered(loaded(runs(kind)).policy.config) is None
+    assert trained.rendered(loaded(runs(kind)).policy.config) is None
 
 
 def test_an_episode_begins_with_a_picture():
@@ -702,7 +702,7 @@ def test_an_episode_begins_with_a_picture():
     ],
 )
 def test_what_makes_no_sense_is_refused_before_anything_heavy_is_imported(words, tmp_path):
-    for name in command.FILES:
+    for name in trained.FILES:
         (tmp_path / name).write_text("{}")
     script = f"""
 import sys

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+import types
 from pathlib import Path
 
 import pytest
@@ -48,9 +49,9 @@ def diary(here: Path) -> list[str]:
     return (here / "diary").read_text().split() if (here / "diary").exists() else []
 
 
-def until(told, seconds: float = 20.0) -> None:
+def until(holds, seconds: float = 20.0) -> None:
     end = time.monotonic() + seconds
-    while not told():
+    while not holds():
         assert time.monotonic() < end, "it did not come to it"
         time.sleep(0.02)
 
@@ -93,16 +94,16 @@ def test_so_many_at_once_and_no_more(tmp_path):
 
 
 def test_a_job_that_fails_is_tried_once_more(tmp_path):
-    queue, told = of(tmp_path), list[Line]()
+    queue, seen = of(tmp_path), list[Line]()
     queue.add(
         [job(tmp_path, "a", fails=1), job(tmp_path, "b", fails=9), job(tmp_path, "c", "b"), job(tmp_path, "d", "c")]
     )
-    left = queue.run(Local(1), told.append)
+    left = queue.run(Local(1), seen.append)
     assert sorted(diary(tmp_path)) == ["a", "a", "b", "b"]
     assert "the last words of b" in left["b"]
     assert (left["c"], left["d"]) == ("needs b", "needs c")
     assert "a" not in left
-    ended = [(line.job.name, line.state) for line in told if line.state != "running"]
+    ended = [(line.job.name, line.state) for line in seen if line.state != "running"]
     assert ended == [("a", "waiting"), ("a", "done"), ("b", "waiting"), ("b", "failed")]
     again = of(tmp_path)  # whoever calls again wants it tried again
     again.add([job(tmp_path, "a", fails=1), job(tmp_path, "b", fails=2), job(tmp_path, "c", "b")])
@@ -242,6 +243,70 @@ def test_without_ray_an_address_is_refused_with_the_line_that_installs_it(monkey
 def test_nothing_but_an_address_imports_ray():
     code = "import sys, trace_lab.queue, trace_lab.compare; sys.exit('ray' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+class LostError(Exception):
+    """As Ray's RayError: the machine is gone, and the job's exit code with it."""
+
+
+class Cluster(types.ModuleType):
+    """A fake of what is used of Ray: jobs run here and at once, but on machines that are lost."""
+
+    exceptions = types.SimpleNamespace(RayError=LostError)
+
+    def __init__(self, machines, lost):
+        super().__init__("ray")
+        self.machines, self.lost, self.closed = machines, lost, False
+
+    def init(self, **options):
+        assert options["address"] == "head:6379"
+
+    def nodes(self):
+        return [{"NodeID": name, "Alive": True} for name in self.machines]
+
+    def cluster_resources(self):
+        return {"CPU": 2.0}
+
+    def remote(self, *, scheduling_strategy, **share):
+        assert share["max_retries"] == 0  # who tries again, and where, is the queue's matter
+
+        def begun(function):
+            gone = scheduling_strategy in self.lost
+            return types.SimpleNamespace(remote=lambda *given: None if gone else function(*given))
+
+        return begun
+
+    def wait(self, references, timeout):
+        return references, []
+
+    def get(self, code):
+        if code is None:
+            raise LostError
+        return code
+
+    def shutdown(self):
+        self.closed = True
+
+
+@pytest.mark.parametrize(
+    ("lost", "left", "places"),
+    [({"two"}, [], ("two", "one")), ({"one", "two"}, ["a"], ("two", "one")), (set(), [], ("two",))],
+)
+def test_a_machine_that_goes_away_is_a_failure_of_its_job_which_is_tried_once_elsewhere(
+    lost, left, places, tmp_path, monkeypatch
+):
+    cluster, strategies = Cluster(["one", "two"], lost), types.ModuleType("ray.util.scheduling_strategies")
+    strategies.NodeAffinitySchedulingStrategy = lambda place, *, soft: place
+    for name, fake in (("ray", cluster), ("ray.util", types.ModuleType("ray.util")), (strategies.__name__, strategies)):
+        monkeypatch.setitem(sys.modules, name, fake)
+    queue = of(tmp_path)
+    queue.add([job(tmp_path, "a"), job(tmp_path, "b", "a")])
+    with contextlib.closing(OnRay("head:6379", 1, 1)) as runner:
+        assert list(queue.run(runner)) == (["a", "b"] if left else [])
+    assert cluster.closed
+    line = queue.lines()["a"]
+    assert (line.state, line.tries, line.places) == ("failed" if left else "done", len(places), places)
+    assert diary(tmp_path) == ([] if left else ["a", "b"])
 
 
 @pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed: pip install 'ray>=2.50'")

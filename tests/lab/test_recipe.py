@@ -14,6 +14,7 @@ import pytest
 from trace_errors import UsageError
 from trace_lab.cli import main
 from trace_lab.recipe import GONE, MEMORY_OPTIONS, RECIPES, RENAMED, Recipe, check_name, names, parse, recipe
+from trace_memory.registry import METHODS, paper_forms
 
 
 def test_recipes_build_and_rates_fall():
@@ -193,8 +194,13 @@ def test_wrong_arguments_are_refused_before_anything_heavy_is_imported(words, tm
 def test_every_name_is_in_the_documents_table():
     text = (Path(__file__).parents[2] / "docs" / "training.md").read_text()
     rows = [line.split("|")[1] for line in text.splitlines() if line.startswith("| `")]
-    told = [word.strip("`") for row in rows for word in row.replace(",", " ").split() if word.startswith("`")]
+    listed = [word.strip("`") for row in rows for word in row.replace(",", " ").split() if word.startswith("`")]
     own = [each.name for each in fields(Recipe) if not each.name.endswith("_options")]
     expected = {*own, *(f"memory.{name}" for name in MEMORY_OPTIONS), *(n for n in names() if ".paper." in n)}
-    assert expected <= set(told), expected - set(told)
-    assert len([word for word in told if word in expected]) == len(expected)  # each once
+    assert expected <= set(listed), expected - set(listed)
+    assert len([word for word in listed if word in expected]) == len(expected)  # each once
+
+
+def test_the_registry_says_what_a_recipe_must_know_of_a_memory():
+    assert paper_forms() == ["paper", "no-auxiliary"]
+    assert [name for name, method in METHODS.items() if not method.swaps_paths] == ["none", "signature-only"]

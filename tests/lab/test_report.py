@@ -54,9 +54,9 @@ def test_runs_are_kept_and_pages_filled(place):
     assert text.endswith("<!-- end of report -->\nAfter.\n")
     assert "| TRACE Regression | **100.0 ± 0.0** | **100.0 ± 0.0** |" in text
     assert "| ACT | Signal | 50.0 | 50.0" in text
-    told = results.manifest(kept)
-    assert (told["decides"], told["commits"], told["rollouts"]) == ("whether", ["abc"], 16)
-    assert "/home/me" not in json.dumps(told)  # no path of the machine it was made on
+    facts = results.manifest(kept)
+    assert (facts["decides"], facts["commits"], facts["rollouts"]) == ("whether", ["abc"], 16)
+    assert "/home/me" not in json.dumps(facts)  # no path of the machine it was made on
     before = {path: path.read_bytes() for path in place.rglob("*") if path.is_file() and "runs" not in path.parts}
     assert len(before) == 3
     assert report(place) == 0
@@ -71,8 +71,8 @@ def test_a_comparison_is_kept_as_it_is_and_what_it_lacks_is_told(place, capsys):
     assert report(place, "--add", str(whole), "--to", "signal", "--decides", "which") == 0
     assert "not in it, because not finished: Cable: act, seed 1" in " ".join(capsys.readouterr().out.split())
     assert (place / "results/signal.parquet").read_bytes() == (whole / "results.parquet").read_bytes()
-    told = results.manifest(place / "results/signal.parquet")
-    assert (told["decides"], told["command"]) == ("which", ["tracemem compare"])
+    facts = results.manifest(place / "results/signal.parquet")
+    assert (facts["decides"], facts["command"]) == ("which", ["tracemem compare"])
     assert "| TRACE Regression | **100.0 ± 0.0**" in (place / "README.md").read_text()
 
 
@@ -113,9 +113,9 @@ def test_all_tables_of_a_set_are_shown_and_nothing_written(place, capsys):
     (place / "README.md").write_text(MARKS)
     capsys.readouterr()
     assert report(place, "--show", "signal") == 0
-    told = capsys.readouterr().out
-    assert "## Branch accuracy (%) with Wilson 95 % intervals" in told
-    assert "| ACT | Signal | 50.0 | 50.0" in told
+    printed = capsys.readouterr().out
+    assert "## Branch accuracy (%) with Wilson 95 % intervals" in printed
+    assert "| ACT | Signal | 50.0 | 50.0" in printed
     assert (place / "README.md").read_text() == MARKS
 
 

@@ -200,10 +200,10 @@ def test_a_set_is_read_as_it_was_written(tmp_path):
     results.write(file, made[::-1], command=["tracemem compare"], decides="whether")
     assert sorted(results.read(file).rollouts, key=results.order) == sorted(made, key=results.order)
     assert results.read("tool", sets=tmp_path / "sets") == results.read(file)
-    told = json.loads((tmp_path / "sets/tool.json").read_text())
-    assert told["decides"] == "whether"
-    assert (told["rollouts"], told["tasks"], told["methods"]) == (9, ["Tool"], ["act+none", "act+trace"])
-    assert (told["seeds"], told["episodes"], told["commits"]) == ("0, 3", "5-6, 8", ["1234"])
+    facts = json.loads((tmp_path / "sets/tool.json").read_text())
+    assert facts["decides"] == "whether"
+    assert (facts["rollouts"], facts["tasks"], facts["methods"]) == (9, ["Tool"], ["act+none", "act+trace"])
+    assert (facts["seeds"], facts["episodes"], facts["commits"]) == ("0, 3", "5-6, 8", ["1234"])
     columns = pq.read_table(file).to_pylist()[0]
     assert (columns["task"], columns["seed"], columns["episode"], columns["first_right"]) == ("Tool", 0, 5, True)
     before = file.read_bytes()
@@ -259,8 +259,8 @@ def test_bad_columns_are_named(tmp_path, column, value, message):
         rows[0][column] = value
         table = table.from_pylist(rows, schema=table.schema)
     pq.write_table(table, file)
-    told = {"sha256": hashlib.sha256(file.read_bytes()).hexdigest()}
-    file.with_suffix(".json").write_text(json.dumps(told))
+    facts = {"sha256": hashlib.sha256(file.read_bytes()).hexdigest()}
+    file.with_suffix(".json").write_text(json.dumps(facts))
     with pytest.raises(RunError, match=message):
         results.read(file)
 
@@ -300,8 +300,8 @@ def test_this_projects_sets_are_whole_and_small():
     assert counts["suite"] == 3300
     assert counts["signal"] == 160
     for name, count in counts.items():
-        told = results.manifest(ROOT / "results" / f"{name}.parquet")
-        assert told["rollouts"] == count
-        assert told["decides"]
-        assert told["command"]
-        assert all(len(each) == 40 for each in told["commits"])
+        facts = results.manifest(ROOT / "results" / f"{name}.parquet")
+        assert facts["rollouts"] == count
+        assert facts["decides"]
+        assert facts["command"]
+        assert all(len(each) == 40 for each in facts["commits"])

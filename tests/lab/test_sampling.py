@@ -10,11 +10,10 @@ from lerobot.utils.constants import ACTION, OBS_STATE
 from lerobot_policy_trace import EpisodeBatch
 from lerobot_policy_trace.paths import Paths
 from trace_errors import UsageError
-from trace_lab.augment import Jitter, PathSwap, arc_lengths
 from trace_lab.frames import open_dataset, open_frames
 from trace_lab.policy import configuration, pipelines
 from trace_lab.recipe import recipe
-from trace_lab.sampling import Batches, generator, order_of, padding, spread
+from trace_lab.sampling import Batches, Jitter, PathSwap, arc_lengths, generator, order_of, padding, spread
 
 SMALL = {
     "act": {
@@ -200,9 +199,9 @@ def test_a_swapped_path_is_another_ones_and_nothing_else_changes(store):
         episode = other.targets(0)[0].tolist()[row]
         torch.testing.assert_close(b.memory.path[row, steps - 1, 3:], ends[1 - episode, 3:])
     some, eight = sampled(store, path_swap=0.3), torch.arange(8)
-    swapped = torch.stack([some.lenders(step, eight) != eight for step in range(400)]).float()
+    swapped = torch.stack([some.path_owners(step, eight) != eight for step in range(400)]).float()
     assert float(swapped.mean()) == pytest.approx(0.3, abs=0.03)
-    assert some.lenders(0, torch.tensor([5])).tolist() == [5]
+    assert some.path_owners(0, torch.tensor([5])).tolist() == [5]
 
 
 def test_who_rests_rests_on_a_swapped_path_too(store):

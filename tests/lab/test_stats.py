@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from trace_bench.referee import Decision, Outcome, Record
-from trace_bench.tasks import TASKS
+from trace_bench.tasks import of_suite
 from trace_lab import results, stats, tables
 from trace_lab.results import Reading, Rollout
 from trace_lab.stats import Estimate
@@ -263,7 +263,7 @@ def test_failures_are_counted_for_each_task():
 def test_leave_one_task_out_of_the_paper(name, all_tasks, dropped):
     found = table_of(papers(), "leave_one_task_out")[name]
     assert found["All tasks"]["mean"] == pytest.approx(all_tasks, abs=0.01)
-    assert [found[f"Drop {task}"]["mean"] for task in TASKS] == pytest.approx(
+    assert [found[f"Drop {task}"]["mean"] for task in of_suite()] == pytest.approx(
         dropped, abs=0.01
     )  # theirs are of rounded means
 
@@ -300,7 +300,7 @@ def test_intervals_of_the_paper():
 
 def test_parts_of_trace_are_no_reference():
     """Without auxiliary losses TRACE is still TRACE: the gap must not be against itself."""
-    rollouts = papers() + [each for task in TASKS for each in played(("act", "no-auxiliary"), task, [4] * 5)]
+    rollouts = papers() + [each for task in of_suite() for each in played(("act", "no-auxiliary"), task, [4] * 5)]
     assert "Drop-Tool gap vs. ACT + retrieval prompt" in table_of(rollouts, "tool")["TRACE Regression"]
     alone = [each for each in rollouts if each.method in {TRACE, ("act", "no-auxiliary")}]
     assert table_of(alone, "tool")["TRACE Regression"][f"Drop-Tool gap vs. {DASH}"] is None
@@ -310,7 +310,9 @@ def test_parts_of_trace_are_no_reference():
 
 
 def test_main_table_as_text():
-    rollouts = [each for task in TASKS for each in played(ACT, task, [1, 1]) + played(TRACE, task, [2, 4], first=5)]
+    rollouts = [
+        each for task in of_suite() for each in played(ACT, task, [1, 1]) + played(TRACE, task, [2, 4], first=5)
+    ]
     text = tables.markdown(tables.report(Reading(tuple(rollouts))))
     head, rule, act, ours = text.split("\n\n")[1].split("\n")
     assert head == "| Method | Tool | Book | Laundry | Cable | Medicine | Average | First branch right |"

@@ -1,5 +1,8 @@
-"""The layer rules bite: `make layers` (part of `make check`) passes on the tree and fails on each illegal import."""
+"""The layer rules bite: `make layers` (part of `make check`) passes on the tree and fails on each illegal import. Commands
+share nouns, and do not import one another.
+"""
 
+import ast
 import os
 import shutil
 import subprocess
@@ -7,6 +10,8 @@ import sys
 from pathlib import Path
 
 import pytest
+
+from trace_lab.cli import COMMANDS
 
 ROOT = Path(__file__).parents[2]
 
@@ -64,3 +69,39 @@ def test_training_that_knows_the_suite_fails(tree, illegal):
     run = make_layers(tree)
     assert run.returncode != 0
     assert "training knows nothing of the suite BROKEN" in run.stdout
+
+
+def imports_of_commands(module: str, text: str) -> set[str]:
+    """The command modules that a module of trace_lab imports, anywhere in it."""
+    commands = {command.target.partition(":")[0] for command in COMMANDS.values()} - {module}
+    named = set()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Import):
+            named |= {each.name for each in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            package = ".".join(module.split(".")[: -node.level]) if node.level else ""
+            source = ".".join(filter(None, (package, node.module)))
+            named |= {source} | {f"{source}.{each.name}" for each in node.names}
+    return named & commands
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "src/trace_lab").glob("*.py")), ids=lambda path: path.stem)
+def test_nothing_but_the_demonstration_imports_a_command(path):
+    found = imports_of_commands(f"trace_lab.{path.stem}", path.read_text())
+    runs = {"trace_lab.collect", "trace_lab.train", "trace_lab.evaluate"}  # the demonstration runs these, and no others
+    assert found == (runs if path.stem == "demo" else set())
+
+
+@pytest.mark.parametrize(
+    "illegal",
+    [
+        "from trace_lab.collect import tell",
+        "from trace_lab import dataset, collect",
+        "import trace_lab.collect as other",
+        "def f():\n    from .collect import tell",
+        "def f():\n    from . import collect",
+    ],
+)
+def test_a_command_that_uses_another_is_found(illegal):
+    assert imports_of_commands("trace_lab.compare", illegal) == {"trace_lab.collect"}
+    assert not imports_of_commands("trace_lab.collect", illegal)
