@@ -12,9 +12,7 @@ from lerobot.policies.act.modeling_act import ACT
 from lerobot.policies.diffusion.configuration_diffusion import DiffusionConfig
 from lerobot.policies.diffusion.modeling_diffusion import (
     DiffusionConditionalResidualBlock1d,
-    DiffusionConditionalUnet1d,
     DiffusionConv1dBlock,
-    DiffusionModel,
     DiffusionRgbEncoder,
     DiffusionSinusoidalPosEmb,
     _make_noise_scheduler,
@@ -119,13 +117,13 @@ class MemoryBlock(DiffusionConditionalResidualBlock1d):
         return made
 
 
-class MemoryUnet(DiffusionConditionalUnet1d):
+class MemoryUnet(nn.Module):
     """Diffusion Policy's U-Net of `MemoryBlock`s. `memory` is the width of the readout's vector, 0 for none. What the blocks
     make of a readout does not change from one denoising step to the next, so it is computed by itself, once.
     """
 
     def __init__(self, config: DiffusionConfig, global_cond_dim: int, memory: int):
-        nn.Module.__init__(self)  # not the stock one's: its blocks would be made and thrown away
+        super().__init__()
         self.config = config
         width, depth = config.diffusion_step_embed_dim, config.action_feature.shape[0]
         self.diffusion_step_encoder = nn.Sequential(
@@ -200,11 +198,13 @@ class MemoryUnet(DiffusionConditionalUnet1d):
         return out.transpose(1, 2)
 
 
-class MemoryDiffusion(DiffusionModel):
-    """Diffusion Policy's encoders, U-Net and noise, from feature maps to actions."""
+class MemoryDiffusion(nn.Module):
+    """Diffusion Policy's encoders, U-Net and noise, from feature maps to actions. Parts have the stock model's names; it has
+    none of its functions, because these would leave out the memory.
+    """
 
     def __init__(self, config: DiffusionConfig, memory: int):
-        nn.Module.__init__(self)  # as above
+        super().__init__()
         self.config = config
         width = config.robot_state_feature.shape[0]
         cameras = len(config.image_features)
@@ -295,7 +295,7 @@ class FlatACT(nn.Module):
 
         def network(*given: Any) -> tuple[Tensor, Latent]:
             actions, *latent = call(*self.given(*given))
-            return actions, tuple(latent) if latent else (None, None)  # type: ignore[return-value]
+            return actions, tuple(latent) if latent else (None, None)
 
         return network
 
