@@ -267,7 +267,7 @@ class MemoryPolicy(PreTrainedPolicy):
             )
 
     def get_optim_params(self) -> list[dict[str, Any]]:
-        """The stock groups, then memory and adapter with rates of their own."""
+        """The stock groups, then memory and adapter with a rate of their own."""
         named = dict(self.named_parameters())
         memory = [name for name in named if name.startswith("memory_head.memory.")]
         adapter = [name for name in named if name not in memory and any(part in name for part in OURS)]
@@ -277,8 +277,7 @@ class MemoryPolicy(PreTrainedPolicy):
         groups: list[tuple[list[str], dict[str, Any]]] = [
             (rest, {}),
             (encoder, {"lr": getattr(config, "optimizer_lr_backbone", None)}),
-            (memory, {"lr": options.lr}),
-            (adapter, {"lr": options.adapter_lr}),
+            ([*memory, *adapter], {"lr": options.lr}),
         ]
         found = [{"params": [p for n in names if (p := named[n]).requires_grad]} | rate for names, rate in groups]
         return [group for group in found if group["params"]]

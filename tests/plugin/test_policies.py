@@ -293,10 +293,14 @@ def test_stock_parameters_keep_names_and_numbers(kind, count):
 
 
 @BOTH
-def test_memory_and_adapter_have_rates_of_their_own(kind, dataset):
-    policy, *_ = ours(kind, dataset, replace(WHOLE, lr=3e-4, adapter_lr=5e-4))
+def test_memory_and_adapter_have_a_rate_of_their_own(kind, dataset):
+    policy, *_ = ours(kind, dataset, replace(WHOLE, lr=3e-4))
     groups = policy.get_optim_params()
-    assert [group.get("lr") for group in groups[-2:]] == [3e-4, 5e-4]
+    assert [group.get("lr") for group in groups if group.get("lr") == 3e-4] == [groups[-1]["lr"]]
+    named, own = dict(policy.named_parameters()), {id(p) for p in groups[-1]["params"]}
+    assert {name for name, p in named.items() if id(p) in own} == {
+        name for name in named if name.startswith("memory_head.") or joins(name)
+    }
     numbers = [id(p) for group in groups for p in group["params"]]
     assert len(numbers) == len(set(numbers)) == len(list(policy.parameters()))
 
@@ -593,7 +597,7 @@ def test_options_are_read_from_a_command_line():
     assert (memory.name, memory.width, memory.velocity_channels, memory.paper.depth) == ("paper", 32, [0, 1], 2)
 
 
-@pytest.mark.parametrize("name", ["update_every", "rates", "preset", "path", "slots", "fade"])
+@pytest.mark.parametrize("name", ["update_every", "rates", "adapter_lr", "preset", "path", "slots", "fade"])
 def test_options_of_version_0_1_are_refused_with_the_new_name(name, tmp_path):
     TraceActConfig(**features(64)).save_pretrained(tmp_path)
     told = json.loads((tmp_path / "config.json").read_text())
