@@ -10,8 +10,8 @@ from pathlib import Path
 
 import torch
 
+from lerobot_policy_trace.capture import GraphedScans
 from trace_memory.config import MemoryConfig, build
-from trace_memory.graphs import GraphedScan
 
 
 def milliseconds(work, device: str, repeat: int) -> float:
@@ -70,10 +70,11 @@ def main() -> None:
         "scan": milliseconds(scan, options.device, options.repeat),
     }
     if options.device == "cuda":
-        graphed = GraphedScan(memory, contents, path)
+        graphed = GraphedScans(memory, path, [options.length])
+        valid = torch.ones(path.shape[:2], dtype=torch.bool, device=path.device)
 
         def replay() -> None:
-            readout = graphed(contents, path)
+            readout = graphed(contents, path, valid)
             backward(readout.slots, readout.z)
 
         result["scan, CUDA graphs"] = milliseconds(replay, options.device, options.repeat)

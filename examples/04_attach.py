@@ -5,19 +5,15 @@ by `lerobot-train --policy.path=OUT ...` or as in example 03. `tracemem attach` 
 import sys
 
 import torch
-from lerobot.policies.act.modeling_act import ACTPolicy
-from lerobot.policies.factory import make_pre_post_processors
 
-from lerobot_policy_trace import MemoryOptions, TraceActPolicy
-from lerobot_policy_trace.processor_trace import with_raw_state
+from lerobot_policy_trace import MemoryOptions, TraceActPolicy, load_policy, with_raw_state
 
 
 def main(
     stock: str = "outputs/act/checkpoints/last/pretrained_model", out: str = "outputs/act_with_memory", steps: int = 20
 ) -> bool:
     """Attaches a memory to the policy in the folder `stock`; returns whether all actions are the same."""
-    act = ACTPolicy.from_pretrained(stock).cpu().eval()
-    processors = make_pre_post_processors(act.config, pretrained_path=stock)
+    act, *processors = load_policy(stock)  # what LeRobot's loader would run unasked is refused
     policy = TraceActPolicy.from_stock(act, memory=MemoryOptions(width=256, hidden=256, attach="residual")).eval()
     before, after = with_raw_state(processors)  # the memory is addressed by raw states, whatever the policy normalises
 

@@ -4,13 +4,12 @@ simulated one; for an SO-101 only the line that makes it differs.
 
 import sys
 import time
-from pathlib import Path
 
 import torch
 from lerobot.policies.utils import build_inference_frame, make_robot_action
 from lerobot.utils.feature_utils import hw_to_dataset_features
 
-from lerobot_policy_trace.loading import load_policy
+from lerobot_policy_trace import load_policy
 from lerobot_policy_trace.robot import TraceBenchRobot, TraceBenchRobotConfig
 from trace_errors import ObservationError
 
@@ -18,7 +17,7 @@ from trace_errors import ObservationError
 def main(checkpoint: str = "checkpoints/signal/trace", steps: int = 150, fps: float = 10.0) -> float:
     """Plays one episode; returns the share of the task's stages that were done."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    policy, before, after = load_policy(Path(checkpoint), device)
+    policy, before, after = load_policy(checkpoint, device)
     policy.compile_for_control()  # once: every step is fast from now on
 
     robot = TraceBenchRobot(TraceBenchRobotConfig(task="Signal", size=64))

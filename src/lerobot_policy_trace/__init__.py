@@ -11,7 +11,9 @@ from lerobot_policy_trace.episodes import EpisodeBatch
 from lerobot_policy_trace.robot import TraceBenchRobot as TraceBenchRobot  # LeRobot looks for a robot's class here
 
 if TYPE_CHECKING:
+    from lerobot_policy_trace.loading import load_policy
     from lerobot_policy_trace.modeling_trace import TraceActPolicy, TraceDiffusionPolicy
+    from lerobot_policy_trace.processor_trace import with_raw_state
 
 __all__ = [
     "EpisodeBatch",
@@ -20,11 +22,14 @@ __all__ = [
     "TraceActPolicy",
     "TraceDiffusionConfig",
     "TraceDiffusionPolicy",
+    "load_policy",
+    "with_raw_state",
 ]
+LATE = {"load_policy": "loading", "with_raw_state": "processor_trace"}  # and the policies, of `modeling_trace`
 
 
 def __getattr__(name: str) -> Any:
-    """The policies, when they are asked for: LeRobot imports this package for every command, and they are slow to import."""
+    """What is slow to import, when it is asked for: LeRobot imports this package for every command."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module("lerobot_policy_trace.modeling_trace"), name)
+    return getattr(import_module(f"lerobot_policy_trace.{LATE.get(name, 'modeling_trace')}"), name)

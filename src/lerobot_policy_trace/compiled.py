@@ -1,6 +1,6 @@
 """The control step, made for speed (`policy.compile_for_control()`): a frozen copy of a policy whose every step is the same
 few launches. All that a step reads or changes lies in buffers that never move; on a GPU a step is one CUDA graph, on a CPU
-the same function is called. What a step computes is `session.control_step`; the eager session is the reference.
+the same function is called. What a step computes is `MemoryPolicy.step`; the eager session is the reference.
 
 A step is taken in as a whole or not at all: the device itself keeps the new state only if everything that came in and went
 out is finite, and says so with the action, which is the only thing the host waits for.
@@ -20,7 +20,8 @@ from torch import Tensor, nn
 
 from lerobot_policy_trace.capture import replayed
 from lerobot_policy_trace.encoder import baked
-from lerobot_policy_trace.session import TIMESTAMP, Batch, Carry, Marks, Session, Turn, control_step, exact_products
+from lerobot_policy_trace.memory_head import exact_products
+from lerobot_policy_trace.session import TIMESTAMP, Batch, Carry, Marks, Session, Turn
 from trace_errors import ControlError
 from trace_memory.memory import Readout
 from trace_memory.trace import deployed
@@ -75,9 +76,9 @@ class CompiledSession(Session):
         self.source, self.version, self.precision, self.fuse = policy, version(policy), precision, fuse
         self.programs: dict[tuple[bool, bool], Program] = {}
         copied, self.last = frozen(policy, precision)
-        head, self.remember = copied.memory_head, None
+        head, self.advance = copied.memory_head, None
         if head is not None:
-            self.remember = self.fused(head.memory.advance)
+            self.advance = self.fused(head.memory.advance)
             if fuse:
                 head.register_module("adapter", self.fused(head.adapter))
         super().__init__(copied, rows, late)
@@ -107,17 +108,17 @@ class CompiledSession(Session):
                 content, raw = (
                     torch.zeros(rows, n, device=device) for n in (head.memory.content, head.memory.channels)
                 )
-                says = head.memory.advance(head.memory.init(rows), content, raw)[1]
-            blank = blank._replace(readout=says.map(torch.zeros_like))
+                readout = head.memory.advance(head.memory.init(rows), content, raw)[1]
+            blank = blank._replace(readout=readout.map(torch.zeros_like))
         self.names = list(blank.memory)
         parts = [*blank.memory.values(), *(blank.readout or ())[:5]]
         self.forms = [x.shape[1:] for x in parts]
         self.kept = torch.zeros(rows, sum(form.numel() for form in self.forms), device=device)  # all of these in one
         self._carry = blank._replace(memory={}, readout=None)
         self.next = torch.zeros(rows, blank.chunk.shape[-1], device=device)  # actions
-        self.told = [*self.given, "memory", "action"]
-        self.verdict = torch.zeros(len(self.told), device=device)
-        self._verdict = torch.zeros(len(self.told), pin_memory=cuda)
+        self.checked = [*self.given, "memory", "action"]
+        self.verdict = torch.zeros(len(self.checked), device=device)
+        self._verdict = torch.zeros(len(self.checked), pin_memory=cuda)
         self.predicted: Tensor | None = None
 
     # -- the step, as a function of the buffers --------------------------------------------------------------------------
@@ -138,8 +139,8 @@ class CompiledSession(Session):
         fresh, due, want, position, taken = self.marks
         marks = Marks(fresh.bool(), due.bool(), want.bool(), position, taken)
         before = self._unpacked()
-        after, predicted = control_step(
-            self.policy, before, self.given, marks, see=see, act=act, encode=self.encode, remember=self.remember
+        after, predicted = self.policy.step(
+            before, self.given, marks, see=see, act=act, encode=self.encode, advance=self.advance
         )
         chunk, kept = after.chunk, self.kept
         if see and self.remembers:
@@ -209,7 +210,7 @@ class CompiledSession(Session):
         else:
             torch._foreach_copy_([*self.given.values()], given)
             program()
-        bad = [name for name, x in zip(self.told, self._verdict.tolist(), strict=True) if not math.isfinite(x)]
+        bad = [name for name, x in zip(self.checked, self._verdict.tolist(), strict=True) if not math.isfinite(x)]
         return self.predicted if act else None, [name for name in bad if name in self.given] or bad
 
 

@@ -18,6 +18,7 @@ RENAMED = memory_config.RENAMED | {  # names of version 0.1, and what stands in 
     "update_every": "is now period",
     "budget": "is now history_frames",
     "stride": "is now history_stride",
+    "adapter_lr": "is now lr, which memory and adapter share",
     "grid": "is not an option any more: our form keeps 3 x 3 places, the paper's their mean",
 }
 
@@ -34,8 +35,7 @@ class MemoryOptions:
         period: control steps from one memory step to the next; more than 1 needs `tracemem train`.
         history_frames: lerobot-train only: frames of history that a target sees: the first, a strided tail, the present one.
         history_stride: lerobot-train only: frames between two of that tail.
-        lr: learning rate of the memory.
-        adapter_lr: learning rate of what joins it to the policy.
+        lr: learning rate of the memory, and of what joins it to the policy.
         dropout: in the maps from signatures to keys.
         velocity_channels: numbers of the state channels that are velocities: at rest they are zero.
         paper: what the paper names, for its own form (name=paper).
@@ -58,7 +58,6 @@ class MemoryOptions:
     history_frames: int = 32
     history_stride: int = 4
     lr: float = 1e-4
-    adapter_lr: float = 1e-4
     dropout: float = 0.1
     velocity_channels: list[int] = field(default_factory=list)
     paper: PaperOptions = field(default_factory=PaperOptions)

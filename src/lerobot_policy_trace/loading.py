@@ -111,7 +111,7 @@ def load_processors(config: Any, folder: Path, **options: Any) -> tuple[Any, Any
         raise CheckpointError(f"{folder}: its processors cannot be loaded. {reason}") from error
 
 
-def load_policy(folder: Path, device: str = "cpu") -> tuple[Any, Any, Any]:
+def load_policy(folder: str | Path, device: str = "cpu") -> tuple[Any, Any, Any]:
     """A trained policy of a folder that `save_pretrained` wrote, and its pre- and postprocessor, ready to act on a device.
 
     Args:
@@ -125,8 +125,9 @@ def load_policy(folder: Path, device: str = "cpu") -> tuple[Any, Any, Any]:
         CheckpointError: a file is missing, damaged, or asks for what no policy of ours needs.
 
     Example:
-        >>> from lerobot_policy_trace.loading import load_policy
+        >>> from lerobot_policy_trace import load_policy
         >>> policy, before, after = load_policy("checkpoints/signal/trace")  # doctest: +SKIP
+        >>> action = after(policy.select_action(before(observation)))  # doctest: +SKIP
     """
     config = load_configuration(Path(folder), cli_overrides=[f"--device={device}"])
     config = replace(config, pretrained_backbone_weights=None)  # they come from the checkpoint, not from the network

@@ -19,13 +19,28 @@ from lerobot_policy_trace.configuration_trace import MemoryOptions
 from lerobot_policy_trace.episodes import MemoryInputs
 from lerobot_policy_trace.paths import Paths
 from trace_memory.config import build
-from trace_memory.memory import Memory, Readout
+from trace_memory.memory import Memory, MemoryState, Readout
 from trace_memory.normalise import Moments, Normaliser
 from trace_memory.registry import METHODS
 
 FORM = 6  # of weights; raised when the same weights would compute something else
 PLACES, POOLED = 3, 1  # on a side of the grid in which things are seen; the paper pools them
+Advance = Callable[[MemoryState, Tensor, Tensor], tuple[MemoryState, Readout]]  # state, content, robot state
 Scan = Callable[[Tensor, Tensor, Tensor], Readout]  # contents, path, valid
+
+
+class exact_products:  # noqa: N801
+    """Meanwhile matrix products on a GPU are float32's, or TF32's; a memory's are always float32's."""
+
+    def __init__(self, *, exact: bool = True):
+        self.exact = exact
+
+    def __enter__(self) -> None:
+        self.before = torch.backends.cuda.matmul.allow_tf32
+        torch.backends.cuda.matmul.allow_tf32 = not self.exact
+
+    def __exit__(self, *_: object) -> None:
+        torch.backends.cuda.matmul.allow_tf32 = self.before
 
 
 class Content(nn.Module):
@@ -82,6 +97,18 @@ class MemoryHead(nn.Module):
                 "another version made (CHANGELOG). Train anew, or use that version"
             )
         super()._load_from_state_dict(state, prefix, *rest)
+
+    def forward(
+        self, maps: list[Tensor], robot_state: Tensor, state: MemoryState, advance: Advance | None = None
+    ) -> tuple[Readout, MemoryState]:
+        """Takes in one observation of each row: maps (R, s, C, h, w), of which the last are new, and raw states (R, d).
+        `advance` may stand for the memory's own.
+        """
+        raw = robot_state.to(self.content.mean)
+        content = self.content([each[:, -1] for each in maps], raw)
+        with exact_products():
+            after, readout = (advance or self.memory.advance)(state, content.to(raw), raw)
+        return readout, after
 
     def scan(self, maps: list[Tensor], inputs: MemoryInputs, scan: Scan | None = None) -> Readout:
         """Readouts of every step of whole episodes (E, T). `scan` may stand for the memory's own."""

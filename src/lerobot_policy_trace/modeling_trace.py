@@ -1,5 +1,6 @@
 """ACT and Diffusion Policy with a memory: encode what is seen, remember it, act. The three steps are written out here, for
-LeRobot's batches, for whole episodes and for the robot; the layers are in `networks`, the control loop in `session`.
+the robot in `step`, for whole episodes and LeRobot's batches below `forward`. The layers are in `networks`, the control loop
+is in `session`.
 """
 
 import warnings
@@ -21,15 +22,15 @@ from lerobot_policy_trace.configuration_trace import MemoryOptions, TraceActConf
 from lerobot_policy_trace.encoder import feature_map
 from lerobot_policy_trace.episodes import EpisodeBatch
 from lerobot_policy_trace.loading import load_weights
-from lerobot_policy_trace.memory_head import MemoryHead
+from lerobot_policy_trace.memory_head import Advance, MemoryHead
 from lerobot_policy_trace.networks import FlatACT, FlatUnet, Inputs, Latent, MemoryACT, MemoryDiffusion
 from lerobot_policy_trace.paths import Paths
 from lerobot_policy_trace.processor_trace import RAW_STATE
-from lerobot_policy_trace.session import Session, measured
+from lerobot_policy_trace.session import Carry, Marks, Session, choose, measured, spread
 from trace_errors import CheckpointError, DatasetError, ObservationError, UsageError
 from trace_memory.adapters import ConditionAdapter, RegressionAdapter, ResidualAdapter
 from trace_memory.losses import auxiliary_losses, weighted
-from trace_memory.memory import Readout, history_indices
+from trace_memory.memory import MemoryState, Readout, history_indices
 
 if TYPE_CHECKING:
     from lerobot_policy_trace.capture import Programs
@@ -124,7 +125,7 @@ class MemoryPolicy(PreTrainedPolicy):
         """Feature maps (N, s, C, h, w) of pictures (N, s, 3, H, W), exactly as the stock policy computes them."""
 
     @abstractmethod
-    def predict(self, maps: list[Tensor], inputs: Inputs, readout: Readout | None, noise: Tensor | None) -> Tensor:
+    def act(self, maps: list[Tensor], inputs: Inputs, readout: Readout | None, noise: Tensor | None) -> Tensor:
         """Actions from here on, from maps (N, s, C, h, w) and states (N, s, d)."""
 
     @abstractmethod
@@ -138,6 +139,45 @@ class MemoryPolicy(PreTrainedPolicy):
     @abstractmethod
     def _targets(self, batch: Batch) -> Batch:
         """LeRobot's batch as the stock policy expects it: without the history; pictures and states (N, s, ...)."""
+
+    # -- the forward of one control step -----------------------------------------------------------------------------------
+
+    def step(
+        self,
+        carry: Carry,
+        now: dict[str, Tensor],
+        marks: Marks,
+        *,
+        see: bool,
+        act: bool,
+        encode: Callable[[list[Tensor]], list[Tensor]] | None = None,
+        advance: Advance | None = None,
+        noise: Tensor | None = None,
+    ) -> tuple[Carry, Tensor | None]:
+        """Encodes what is seen, remembers it, and acts if some row wants a chunk. Returns what is carried on, and actions.
+        A pure function, eager and compiled: whoever calls it decides whether the step counts, and may encode and advance the
+        memory another way.
+        """
+        encode = encode or self.encode_steps
+        (memory, readout, past, chunk), actions = carry, None
+        seen = {key: x[:, None] for key, x in now.items() if key != RAW_STATE}  # (R, s, ...)
+        for key, old in past.items():
+            seen[key] = torch.cat([choose(marks.fresh, seen[key].expand_as(old), old), seen[key]], dim=1)
+        maps: list[Tensor] = []
+        if see:
+            pictures = [seen[key] if act else seen[key][:, -1:] for key in self.config.image_features]
+            maps = encode(pictures)
+        if see and self.memory_head is not None:
+            state = MemoryState(marks.taken, {name: x * ~spread(marks.fresh, x) for name, x in memory.items()})
+            found, after = self.memory_head(maps, now[RAW_STATE], state, advance)
+            memory = {name: choose(marks.due, after.tensors[name], x) for name, x in state.tensors.items()}
+            readout = found if readout is None else found.either(marks.due, readout)
+        if act:
+            inputs = {key: seen[key] for key in self.measured}
+            actions = self.act(maps, inputs, readout, noise)
+            actions = actions.to(chunk.dtype)  # the policy's own may be of half precision
+            chunk = choose(marks.want, actions[:, : chunk.shape[1]], chunk)
+        return Carry(memory, readout, {key: seen[key][:, 1:] for key in past}, chunk), actions
 
     # -- training ----------------------------------------------------------------------------------------------------------
 
@@ -227,7 +267,7 @@ class MemoryPolicy(PreTrainedPolicy):
             )
 
     def get_optim_params(self) -> list[dict[str, Any]]:
-        """The stock groups, then memory and adapter with rates of their own."""
+        """The stock groups, then memory and adapter with a rate of their own."""
         named = dict(self.named_parameters())
         memory = [name for name in named if name.startswith("memory_head.memory.")]
         adapter = [name for name in named if name not in memory and any(part in name for part in OURS)]
@@ -237,8 +277,7 @@ class MemoryPolicy(PreTrainedPolicy):
         groups: list[tuple[list[str], dict[str, Any]]] = [
             (rest, {}),
             (encoder, {"lr": getattr(config, "optimizer_lr_backbone", None)}),
-            (memory, {"lr": options.lr}),
-            (adapter, {"lr": options.adapter_lr}),
+            ([*memory, *adapter], {"lr": options.lr}),
         ]
         found = [{"params": [p for n in names if (p := named[n]).requires_grad]} | rate for names, rate in groups]
         return [group for group in found if group["params"]]
@@ -413,7 +452,7 @@ class TraceActPolicy(MemoryPolicy):
         read = targets.readout and targets.readout.map(lambda x: x.detach().requires_grad_())
         return module, module.given(now, targets.inputs, read, targets.actions, targets.action_is_pad)
 
-    def predict(self, maps: list[Tensor], inputs: Inputs, readout: Readout | None, noise: Tensor | None) -> Tensor:
+    def act(self, maps: list[Tensor], inputs: Inputs, readout: Readout | None, noise: Tensor | None) -> Tensor:
         """A chunk, from the present step."""
         del noise
         return self.network([x[:, -1] for x in maps], {key: x[:, -1] for key, x in inputs.items()}, readout)[0]
@@ -517,7 +556,7 @@ class TraceDiffusionPolicy(MemoryPolicy):
         """What the U-Net's blocks get of a readout."""
         return None if readout is None or self.memory_head is None else self.memory_head.adapter(readout)
 
-    def predict(self, maps: list[Tensor], inputs: Inputs, readout: Readout | None, noise: Tensor | None) -> Tensor:
+    def act(self, maps: list[Tensor], inputs: Inputs, readout: Readout | None, noise: Tensor | None) -> Tensor:
         """Actions from the present step on."""
         stock = self.diffusion.condition(maps, inputs)
         memory = self.condition(readout)

@@ -1,6 +1,6 @@
 """ACT's transformer and Diffusion Policy's U-Net with a place for a memory's readout: forward passes written out, built from
 LeRobot's layers under LeRobot's names, so that weights of the stock policies fit. Without a readout they compute what the
-stock networks compute, bit for bit. At the end both as functions of tensors alone, which is what can be captured.
+stock networks compute, bit for bit. At the end both, and a memory's scan, as functions of tensors, which can be captured.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,9 +12,7 @@ from lerobot.policies.act.modeling_act import ACT
 from lerobot.policies.diffusion.configuration_diffusion import DiffusionConfig
 from lerobot.policies.diffusion.modeling_diffusion import (
     DiffusionConditionalResidualBlock1d,
-    DiffusionConditionalUnet1d,
     DiffusionConv1dBlock,
-    DiffusionModel,
     DiffusionRgbEncoder,
     DiffusionSinusoidalPosEmb,
     _make_noise_scheduler,
@@ -24,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 from torch.utils.checkpoint import checkpoint
 
-from trace_memory.memory import Readout
+from trace_memory.memory import Memory, Readout, Routing
 
 Inputs = dict[str, Tensor]  # what a policy observes beside pictures, by LeRobot's names
 Latent = tuple[Tensor, Tensor] | tuple[None, None]  # mean and log variance
@@ -119,13 +117,13 @@ class MemoryBlock(DiffusionConditionalResidualBlock1d):
         return made
 
 
-class MemoryUnet(DiffusionConditionalUnet1d):
+class MemoryUnet(nn.Module):
     """Diffusion Policy's U-Net of `MemoryBlock`s. `memory` is the width of the readout's vector, 0 for none. What the blocks
     make of a readout does not change from one denoising step to the next, so it is computed by itself, once.
     """
 
     def __init__(self, config: DiffusionConfig, global_cond_dim: int, memory: int):
-        nn.Module.__init__(self)  # not the stock one's: its blocks would be made and thrown away
+        super().__init__()
         self.config = config
         width, depth = config.diffusion_step_embed_dim, config.action_feature.shape[0]
         self.diffusion_step_encoder = nn.Sequential(
@@ -200,11 +198,13 @@ class MemoryUnet(DiffusionConditionalUnet1d):
         return out.transpose(1, 2)
 
 
-class MemoryDiffusion(DiffusionModel):
-    """Diffusion Policy's encoders, U-Net and noise, from feature maps to actions."""
+class MemoryDiffusion(nn.Module):
+    """Diffusion Policy's encoders, U-Net and noise, from feature maps to actions. Parts have the stock model's names; it has
+    none of its functions, because these would leave out the memory.
+    """
 
     def __init__(self, config: DiffusionConfig, memory: int):
-        nn.Module.__init__(self)  # as above
+        super().__init__()
         self.config = config
         width = config.robot_state_feature.shape[0]
         cameras = len(config.image_features)
@@ -290,6 +290,15 @@ class FlatACT(nn.Module):
         made, (mean, spread) = self.policy.network(list(rest[: self.cameras]), inputs, readout, actions, pad)
         return (made,) if mean is None or spread is None else (made, mean, spread)
 
+    def as_network(self, call: Callable[..., Any]) -> Callable[..., tuple[Tensor, Latent]]:
+        """Such a function in the form of the policy's own network."""
+
+        def network(*given: Any) -> tuple[Tensor, Latent]:
+            actions, *latent = call(*self.given(*given))
+            return actions, tuple(latent) if latent else (None, None)
+
+        return network
+
 
 class FlatUnet(nn.Module):
     """The U-Net by itself: noisy actions, timesteps, condition, and the readout's vector if there is a memory. A module of
@@ -304,3 +313,22 @@ class FlatUnet(nn.Module):
         """What the U-Net predicts."""
         made: Tensor = self.unet(x, timestep, condition, self.unet.shifts(memory))
         return made
+
+
+class FlatScan(nn.Module):
+    """A memory's scan of whole episodes as a function of tensors to a tuple of tensors: a readout's parts."""
+
+    def __init__(self, memory: Memory):
+        super().__init__()
+        self.memory = memory
+
+    def forward(self, contents: Tensor, path: Tensor, valid: Tensor) -> tuple[Tensor, ...]:
+        """The fields of the readouts (B, T, ...)."""
+        found = self.memory.scan(contents, path, valid)[1]
+        return (*found[:5], *(found.routing or ()))
+
+    @staticmethod
+    def readout(parts: tuple[Tensor, ...]) -> Readout:
+        """The readouts of these fields."""
+        slots, z, g, dg, alpha, *routing = parts
+        return Readout(slots, z, g, dg, alpha, Routing(*routing) if routing else None)

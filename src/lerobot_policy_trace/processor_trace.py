@@ -2,6 +2,7 @@
 a memory has statistics of its own and a key must mean the same in every policy.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,6 +14,7 @@ from lerobot.processor import NormalizerProcessorStep, ObservationProcessorStep,
 from lerobot.utils.constants import OBS_STATE
 
 from lerobot_policy_trace.configuration_trace import TraceActConfig, TraceDiffusionConfig
+from trace_errors import UsageError
 
 RAW_STATE = "observation.raw_state"
 Stats = dict[str, dict[str, torch.Tensor]] | None
@@ -33,10 +35,28 @@ class KeepRawState(ObservationProcessorStep):
         return features
 
 
-def with_raw_state(pipelines: tuple[Any, Any]) -> tuple[Any, Any]:
-    """A policy's pipelines with that step in front of the normaliser."""
+def with_raw_state(pipelines: Sequence[Any]) -> tuple[Any, Any]:
+    """A stock policy's pipelines as a memory needs them: the raw state, which addresses it, is kept before it is normalised.
+
+    Args:
+        pipelines: pre- and postprocessor, as LeRobot's `make_pre_post_processors` or our `load_policy` give them.
+
+    Returns:
+        A preprocessor with one step more, and the same postprocessor.
+
+    Raises:
+        UsageError: the preprocessor has no normaliser.
+
+    Example:
+        >>> from lerobot_policy_trace import load_policy, with_raw_state
+        >>> stock, *processors = load_policy("outputs/act")  # doctest: +SKIP
+        >>> before, after = with_raw_state(processors)  # doctest: +SKIP
+    """
     before, after = pipelines
-    place = next(i for i, step in enumerate(before.steps) if isinstance(step, NormalizerProcessorStep))
+    place = next((i for i, step in enumerate(before.steps) if isinstance(step, NormalizerProcessorStep)), None)
+    if place is None:
+        found = ", ".join(type(step).__name__ for step in before.steps) or "no steps"
+        raise UsageError(f"pipelines: got a preprocessor of {found}, expected one with a NormalizerProcessorStep")
     steps = [*before.steps[:place], KeepRawState(), *before.steps[place:]]
     return replace(before, steps=steps), after
 

@@ -1,12 +1,10 @@
 """A control loop in progress (`Session`): which rows begin an episode, whose memory is due, who needs a new chunk of
-actions, which observations are refused; and the control step itself (`control_step`), a pure function that eager and
-compiled policies share. How a step is made fast is in `compiled`.
+actions, which observations are refused. What a step computes is `MemoryPolicy.step`; how it is made fast is in `compiled`.
 """
 
 import math
 import time
 import warnings
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -26,8 +24,6 @@ TIMESTAMP = "observation.timestamp"  # seconds, of time.time(), when the observa
 AHEAD = 1.0  # seconds that a clock may be ahead of ours
 IDLE = 50  # steps after which a memory should hold something
 Batch = dict[str, Any]
-Encode = Callable[[list[Tensor]], list[Tensor]]  # of pictures (R, s, 3, H, W), a camera each
-Remember = Callable[[MemoryState, Tensor, Tensor], tuple[MemoryState, Readout]]
 
 
 class Carry(NamedTuple):
@@ -49,67 +45,14 @@ class Marks(NamedTuple):
     taken: Tensor  # (R,) int: observations in the memory before
 
 
-def control_step(
-    policy: "MemoryPolicy",
-    carry: Carry,
-    now: dict[str, Tensor],
-    marks: Marks,
-    *,
-    see: bool,
-    act: bool,
-    encode: Encode | None = None,
-    remember: Remember | None = None,
-    noise: Tensor | None = None,
-) -> tuple[Carry, Tensor | None]:
-    """One step: look, remember, and predict a chunk if some row wants one. Returns what is carried on, and the prediction.
-    A pure function: whoever calls it decides whether the step counts.
-    """
-    head, config = policy.memory_head, policy.config
-    seen = {key: x[:, None] for key, x in now.items() if key != RAW_STATE}  # (R, s, ...)
-    for key, old in carry.past.items():
-        seen[key] = torch.cat([choose(marks.fresh, seen[key].expand_as(old), old), seen[key]], dim=1)
-    memory, readout, chunk, predicted = carry.memory, carry.readout, carry.chunk, None
-    maps: list[Tensor] = []
-    if see:
-        pictures = [seen[key] if act else seen[key][:, -1:] for key in config.image_features]
-        maps = (encode or policy.encode_steps)(pictures) if pictures else []
-    if head is not None and see:
-        before = {name: x * ~_like(marks.fresh, x) for name, x in memory.items()}
-        raw = now[RAW_STATE].to(head.content.mean)
-        content = head.content([each[:, -1] for each in maps], raw)
-        state = MemoryState(marks.taken, before)
-        with exact_products():
-            after, says = (remember or head.memory.advance)(state, content.to(raw), raw)
-        memory = {name: choose(marks.due, after.tensors[name], x) for name, x in before.items()}
-        readout = says if readout is None else says.either(marks.due, readout)
-    if act:
-        predicted = policy.predict(maps, {key: seen[key] for key in policy.measured}, readout, noise).to(chunk.dtype)
-        chunk = choose(marks.want, predicted[:, : chunk.shape[1]], chunk)
-    past = {key: seen[key][:, 1:] for key in carry.past}
-    return Carry(memory, readout, past, chunk), predicted
-
-
 def choose(rows: Tensor, yes: Tensor, no: Tensor) -> Tensor:
     """Row by row one or the other."""
-    return torch.where(_like(rows, yes), yes, no)
+    return torch.where(spread(rows, yes), yes, no)
 
 
-def _like(rows: Tensor, x: Tensor) -> Tensor:
+def spread(rows: Tensor, x: Tensor) -> Tensor:
+    """(R,) in the form of x (R, ...)."""
     return rows.view(-1, *[1] * (x.ndim - 1))
-
-
-class exact_products:  # noqa: N801
-    """Meanwhile matrix products on a GPU are float32's, or TF32's; a memory's are always float32's."""
-
-    def __init__(self, *, exact: bool = True):
-        self.exact = exact
-
-    def __enter__(self) -> None:
-        self.before = torch.backends.cuda.matmul.allow_tf32
-        torch.backends.cuda.matmul.allow_tf32 = not self.exact
-
-    def __exit__(self, *_: object) -> None:
-        torch.backends.cuda.matmul.allow_tf32 = self.before
 
 
 @dataclass(frozen=True)
@@ -242,10 +185,10 @@ class Session:
         see = act or (self.remembers and any(turn.due))
         now = {key: batch[key] for key in self.shapes}
         marks = turn.marks(self.device)
-        carry, predicted = control_step(self.policy, self._carry, now, marks, see=see, act=act, noise=noise)
+        carry, predicted = self.policy.step(self._carry, now, marks, see=see, act=act, noise=noise)
         bad = [key for key, x in now.items() if not bool(torch.isfinite(x).all())]
-        told = {"memory": [*carry.memory.values(), *(carry.readout or ())[:5]], "action": [predicted] if act else []}
-        bad = bad or [key for key, xs in told.items() if not all(bool(torch.isfinite(x).all()) for x in xs)]
+        made = {"memory": [*carry.memory.values(), *(carry.readout or ())[:5]], "action": [predicted] if act else []}
+        bad = bad or [key for key, xs in made.items() if not all(bool(torch.isfinite(x).all()) for x in xs)]
         if not bad:
             self._carry = carry
         return predicted, bad

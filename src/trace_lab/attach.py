@@ -15,7 +15,7 @@ def attach(checkpoint: tyro.conf.Positional[Path], out: Path, memory: str = "tra
     """Adds a memory to a trained stock ACT or Diffusion Policy. At first every action is what it was; then it can learn.
 
     Afterwards: lerobot-train --policy.path=OUT --dataset.repo_id=... trains memory and policy together, with the memory's
-    own learning rates (--policy.memory.lr, --policy.memory.adapter_lr).
+    own learning rate (--policy.memory.lr).
 
     Args:
         checkpoint: folder of the stock policy (the pretrained_model folder of a training).

@@ -69,7 +69,7 @@ def configuration(made: Recipe, meta: Any, device: str) -> Any:
         known("option policy.", name, [each.name for each in fields(kind)])
     try:
         paper = PaperOptions(**options.pop("paper", {}))
-        memory = MemoryOptions(name=made.memory, lr=made.memory_lr, adapter_lr=made.memory_lr, paper=paper, **options)
+        memory = MemoryOptions(name=made.memory, lr=made.memory_lr, paper=paper, **options)
         config: Any = kind(
             input_features=inputs,
             output_features=output,

@@ -29,8 +29,8 @@ from lerobot_policy_trace import (
 )
 from lerobot_policy_trace.capture import replayed
 from lerobot_policy_trace.compiled import computing
+from lerobot_policy_trace.memory_head import exact_products
 from lerobot_policy_trace.processor_trace import RAW_STATE
-from lerobot_policy_trace.session import exact_products
 from trace_lab.recipe import recipe
 from trace_memory.memory import MemoryState
 from trace_memory.signature import SignatureState

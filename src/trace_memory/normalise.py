@@ -144,19 +144,18 @@ class Normaliser(nn.Module):
             states.add(path)
         if mask is None:
             mask = states.std > STD_FLOOR
-        states.mean = torch.where(mask, states.mean, 0.0)
-        std = torch.where(mask, states.std, STD_FLOOR)
+        mean, std = torch.where(mask, states.mean, 0.0), torch.where(mask, states.std, STD_FLOOR)
         xis, deltas, strides = Moments(signature.dim), Moments(signature.dim), Moments(1)
         for path in paths:
-            standard = (torch.where(mask, path, 0.0) - states.mean) / std
+            standard = (torch.where(mask, path, 0.0) - mean) / std
             _, xi, delta = signature.stream(standard[None])
             xis.add(xi[0])
             deltas.add(delta[0])
         self.mask.copy_(mask)
-        values = ((states.mean, std), (xis.mean, xis.std), (deltas.mean, deltas.std))
-        for name, (mean, deviation) in zip(("state", "xi", "delta"), values, strict=True):
-            getattr(self, f"{name}_mean").copy_(mean)
-            getattr(self, f"{name}_std").copy_(deviation)
+        values = ((mean, std), (xis.mean, xis.std), (deltas.mean, deltas.std))
+        for name, (centre, spread) in zip(("state", "xi", "delta"), values, strict=True):
+            getattr(self, f"{name}_mean").copy_(centre)
+            getattr(self, f"{name}_std").copy_(spread)
         for path in paths:
             standard = self.state(path.to(self.state_mean))
             if len(path) > 1:

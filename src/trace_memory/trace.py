@@ -315,7 +315,7 @@ def _content_first(slots: Slots, content: int) -> None:
     The columns of g and dg in phi_w and the rho columns of phi_m and phi_beta start at zero: keys vary with every wiggle of
     the path, and drown the cue. An anchor was seen, and starts as what is seen does.
     """
-    slots.phi_w.first.weight[:, content : content + 2 * slots.width] = 0.0
+    slots.phi_w.first.weight[:, content : content + 2 * slots.width].zero_()
     for phi in (slots.phi_m, slots.phi_beta):
-        phi.first.weight[:, : slots.width] *= SLOT_SHARE
-        phi.first.weight[:, 2 * slots.width :] = 0.0
+        phi.first.weight[:, : slots.width].mul_(SLOT_SHARE)
+        phi.first.weight[:, 2 * slots.width :].zero_()

@@ -1,6 +1,8 @@
 """The programs under examples/ run, each on small data, and do what they say."""
 
+import ast
 import contextlib
+import importlib
 import runpy
 from collections.abc import Callable
 from pathlib import Path
@@ -22,6 +24,17 @@ def example(name: str) -> Callable[..., float]:
 def test_there_are_five_and_they_are_short():
     assert [path.stem[:2] for path in EXAMPLES] == ["01", "02", "03", "04", "05"]
     assert all(len(path.read_text().splitlines()) < 60 for path in EXAMPLES)
+
+
+@pytest.mark.parametrize("file", EXAMPLES, ids=lambda path: path.stem)
+def test_they_use_public_names(file):
+    """Of ours: names in `__all__`, errors, and the suite's robot, which LeRobot knows by name."""
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module.startswith(("trace_", "lerobot_policy_trace")):
+            if node.module not in ("trace_errors", "lerobot_policy_trace.robot"):
+                assert {each.name for each in node.names} <= set(importlib.import_module(node.module).__all__)
+        elif isinstance(node, ast.Import):
+            assert not [each.name for each in node.names if each.name.startswith(("trace_", "lerobot_policy_trace"))]
 
 
 def test_a_memory_by_itself(tmp_path):

@@ -53,7 +53,7 @@ def test_options_of_a_memory_are_named_in_one_light_table():
     from trace_memory import PaperOptions
 
     mine = {each.name for each in fields(MemoryOptions)}
-    assert mine == {*MEMORY_OPTIONS, "name", "paper", "lr", "adapter_lr"}  # what these are is the recipe's to say
+    assert mine == {*MEMORY_OPTIONS, "name", "paper", "lr"}  # what these are is the recipe's to say
     changes = {"width": 8, "attach": "residual", "history_frames": 4, "velocity_channels": [0], "dropout": 0}
     made = recipe(
         "tiny", "act", "paper", {f"memory.{name}": x for name, x in changes.items()} | {"memory.paper.slots": 6}

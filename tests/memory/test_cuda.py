@@ -5,9 +5,9 @@ import math
 import pytest
 import torch
 
+from lerobot_policy_trace.capture import GraphedScans
 from trace_errors import UsageError
 from trace_memory.config import MemoryConfig, build
-from trace_memory.graphs import GraphedScan
 from trace_memory.signature import LogSignature, Signature
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -39,8 +39,7 @@ def test_a_captured_scan_equals_the_eager_one(name):
     """On fresh inputs and a mask, all fields and the gradients of the contents and of a weight used at every step."""
     torch.manual_seed(0)
     memory = build(MemoryConfig(name=name)).cuda().eval()
-    contents = torch.randn(4, 16, 1024, device="cuda", requires_grad=True)
-    captured = GraphedScan(memory, contents, walk(4, 16, 17).cuda())
+    captured = GraphedScans(memory, walk(4, 16, 17).cuda(), [16])
     for _ in range(2):
         contents = torch.randn(4, 16, 1024, device="cuda", requires_grad=True)
         path, valid = torch.randn(4, 16, 17, device="cuda").cumsum(1), torch.rand(4, 16, device="cuda") > 0.2

@@ -351,7 +351,7 @@ def test_a_base_that_drives_steadily_is_not_at_rest():
     """Where a channel is a velocity, the write rate goes by its value: steady driving is movement, standing is not."""
     contents, path, _ = data()
     steady = torch.zeros_like(path)
-    steady[:, : T // 2, 0] = 0.3  # inputss, then stands; nothing else moves
+    steady[:, : T // 2, 0] = 0.3  # drives, then stands; nothing else moves
     for channels, writes in (((), False), ((0,), True)):
         memory = make(replace(SMALL, velocity_channels=channels))
         memory.normaliser.fit([*path, *steady], memory.signature)

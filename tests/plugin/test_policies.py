@@ -1,6 +1,7 @@
 """The policies: stock where nothing is asked for, the same memory in training and deployment, rows independent."""
 
 import copy
+import inspect
 import json
 import runpy
 import shutil
@@ -39,7 +40,8 @@ from lerobot_policy_trace.capture import Programs
 from lerobot_policy_trace.episodes import MemoryInputs
 from lerobot_policy_trace.loading import load_configuration
 from lerobot_policy_trace.memory_head import FORM, Content
-from lerobot_policy_trace.networks import MemoryBlock, MemoryUnet
+from lerobot_policy_trace.modeling_trace import MemoryPolicy
+from lerobot_policy_trace.networks import MemoryBlock, MemoryDiffusion, MemoryUnet
 from lerobot_policy_trace.paths import Paths
 from trace_errors import CheckpointError, DatasetError, UsageError
 from trace_memory.registry import METHODS
@@ -60,6 +62,7 @@ STOCK = {"act": (ACTConfig, ACTPolicy), "diffusion": (DiffusionConfig, Diffusion
 OURS = {"act": (TraceActConfig, TraceActPolicy), "diffusion": (TraceDiffusionConfig, TraceDiffusionPolicy)}
 for _table in (STOCK, OURS):
     _table["diffusion, one encoder"] = _table["diffusion"]
+DOCS = Path(__file__).parents[2] / "docs"
 BOTH = pytest.mark.parametrize("kind", ["act", "diffusion", "diffusion, one encoder"])
 WHOLE = MemoryOptions(width=64, hidden=64, history_frames=16, history_stride=1)  # sees every frame of the first sixteen
 
@@ -222,12 +225,31 @@ def test_gradient_checkpointing_changes_nothing(dataset):
     torch.testing.assert_close(found[1], found[0])
 
 
-def test_the_unet_may_be_compiled():
+def test_the_unet_may_be_compiled(monkeypatch):
+    """Traced by TorchDynamo, run as it was traced: with and without a readout it computes what it computes uncompiled."""
+    compiler, graphs = torch.compile, []
+
+    def traced(graph, _):
+        graphs.append(graph)
+        return graph.forward
+
+    monkeypatch.setattr(torch, "compile", lambda module, mode: compiler(module, backend=traced))
     policy = OURS["diffusion"][1](OURS["diffusion"][0](compile_model=True, **features(64), **SMALL["diffusion"]))
     unet = policy.diffusion.unet._orig_mod
     assert isinstance(unet, MemoryUnet)
     blocks = [part for part in unet.modules() if isinstance(part, MemoryBlock)]
     assert len(blocks) == len([part for part in blocks if hasattr(part, "memory_encoder")]) > 0
+    for block in blocks:
+        torch.nn.init.normal_(block.memory_encoder.weight, std=0.5)  # as after some training
+    draw, config = torch.Generator().manual_seed(0), policy.config
+    width = blocks[0].cond_encoder[1].in_features - config.diffusion_step_embed_dim
+    x, condition = torch.randn(2, 16, 17, generator=draw), torch.randn(2, width, generator=draw)
+    memory, timesteps, found = torch.randn(2, config.memory.width, generator=draw), torch.tensor([3, 7]), []
+    for read in (memory, None):
+        found.append(policy.diffusion.denoise(x, timesteps, condition, read))
+        torch.testing.assert_close(found[-1], unet(x, timesteps, condition, unet.shifts(read)))
+    assert graphs
+    assert (found[0] - found[1]).abs().max() > 1e-3
 
 
 @BOTH
@@ -271,10 +293,14 @@ def test_stock_parameters_keep_names_and_numbers(kind, count):
 
 
 @BOTH
-def test_memory_and_adapter_have_rates_of_their_own(kind, dataset):
-    policy, *_ = ours(kind, dataset, replace(WHOLE, lr=3e-4, adapter_lr=5e-4))
+def test_memory_and_adapter_have_a_rate_of_their_own(kind, dataset):
+    policy, *_ = ours(kind, dataset, replace(WHOLE, lr=3e-4))
     groups = policy.get_optim_params()
-    assert [group.get("lr") for group in groups[-2:]] == [3e-4, 5e-4]
+    assert [group.get("lr") for group in groups if group.get("lr") == 3e-4] == [groups[-1]["lr"]]
+    named, own = dict(policy.named_parameters()), {id(p) for p in groups[-1]["params"]}
+    assert {name for name, p in named.items() if id(p) in own} == {
+        name for name in named if name.startswith("memory_head.") or joins(name)
+    }
     numbers = [id(p) for group in groups for p in group["params"]]
     assert len(numbers) == len(set(numbers)) == len(list(policy.parameters()))
 
@@ -321,8 +347,8 @@ def test_an_observation_that_comes_twice_is_written_once(kind, dataset):
 def test_finished_rows_do_not_make_the_others_predict(kind, dataset, monkeypatch):
     policy, prepare, _ = ours(kind, dataset)
     rows, calls = frames(dataset, prepare, torch.float32, 12), []
-    predict = policy.predict
-    monkeypatch.setattr(policy, "predict", lambda *inputs, **more: calls.append(1) or predict(*inputs, **more))
+    act = policy.act
+    monkeypatch.setattr(policy, "act", lambda *inputs, **more: calls.append(1) or act(*inputs, **more))
     for step, row in enumerate(rows):
         batch = {k: torch.cat([x, rows[min(step, 5)][k]]) for k, x in row.items() if k.startswith("observation.")}
         batch["observation.episode_step"] = torch.tensor([[float(step)], [float(min(step, 5))]])
@@ -571,7 +597,7 @@ def test_options_are_read_from_a_command_line():
     assert (memory.name, memory.width, memory.velocity_channels, memory.paper.depth) == ("paper", 32, [0, 1], 2)
 
 
-@pytest.mark.parametrize("name", ["update_every", "rates", "preset", "path", "slots", "fade"])
+@pytest.mark.parametrize("name", ["update_every", "rates", "adapter_lr", "preset", "path", "slots", "fade"])
 def test_options_of_version_0_1_are_refused_with_the_new_name(name, tmp_path):
     TraceActConfig(**features(64)).save_pretrained(tmp_path)
     told = json.loads((tmp_path / "config.json").read_text())
@@ -678,6 +704,21 @@ def test_whole_episodes_and_single_targets_give_the_same_loss(kind, dataset):
         with torch.no_grad():
             found.append(policy(each)[0])
     torch.testing.assert_close(found[1], found[0], rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("page", ["concepts.md", "decisions/0024-explicit-forward.md"])
+def test_the_forward_is_as_printed(page):
+    """The three lines stand in the code of a control step, in this order."""
+    (block,) = (text for text in (DOCS / page).read_text().split("```python\n")[1:] if "self.act(" in text)
+    printed = [line.partition("  #")[0] for line in block.partition("```")[0].splitlines()]
+    code = [line.strip() for line in inspect.getsource(MemoryPolicy.step).splitlines()]
+    assert len(printed) == 3
+    assert printed == [line for line in code if line in printed]
+
+
+@pytest.mark.parametrize("kind", [MemoryUnet, MemoryDiffusion])
+def test_no_forward_without_the_memory_is_inherited(kind):
+    assert kind.__bases__ == (torch.nn.Module,)
 
 
 def test_what_is_captured_is_a_pure_function(dataset):

@@ -238,3 +238,49 @@ def test_no_source_asks_for_an_operation(file):
 def test_an_operation_in_a_source_is_noticed(line):
     assert operations(line)
     assert not operations("import torch\ntorch.backends.cudnn.allow_tf32 = True\nself.x = 1")
+
+
+OWNED = {  # what a function has made itself a line before
+    ("lerobot_policy_trace/compiled.py", "made.error"),
+    ("lerobot_policy_trace/encoder.py", "made.weight"),
+    ("lerobot_policy_trace/encoder.py", "made.bias"),
+}
+WRITTEN = [
+    file for package in ("lerobot_policy_trace", "trace_memory") for file in (ROOT / "src" / package).rglob("*.py")
+]
+
+
+def intrusions(text: str) -> list[str]:
+    """Attributes, or items of attributes, that a file assigns to objects other than a method's own. Settings are none."""
+    found = []
+    for node in ast.walk(ast.parse(text)):
+        inner = node.value if isinstance(node, ast.Subscript) else node
+        if not isinstance(getattr(node, "ctx", None), ast.Store | ast.Del) or not isinstance(inner, ast.Attribute):
+            continue
+        if not (name := ast.unparse(inner)).startswith(("self.", "cls.", "torch.backends.")):
+            found.append(name)
+    return found
+
+
+@pytest.mark.parametrize("file", sorted(WRITTEN), ids=lambda path: str(path.relative_to(ROOT)))
+def test_nobody_sets_what_belongs_to_others(file):
+    place = str(file.relative_to(ROOT / "src"))
+    assert {(place, name) for name in intrusions(file.read_text())} <= OWNED
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "def f(param): param.attr = 1",
+        "def f(param): param.attr += 1",
+        "def f(param): param.attr: int = 1",
+        "def f(self, param): self.x, param.inner.attr = 1, 2",
+        "def f(param): param.attr['key'] = 1",
+        "def f(param):\n    for param.attr in (1, 2): pass",
+        "def f(param): del param.attr",
+        "states = Moments(1)\nstates.mean = 0",
+    ],
+)
+def test_setting_what_belongs_to_others_is_noticed(line):
+    assert intrusions(line)
+    assert not intrusions("def f(self, param):\n    self.x = param.x\n    x = param.x[1]\n    self.y[param.x] = 1")
