@@ -22,6 +22,7 @@ class Method:
         colour: of its marks in figures.
         kind: "none"; "trace", a form of the method; "ablation", that form with one part exchanged; or "baseline", anything
             else.
+        looks: it takes in a map of the picture, and can point at what it remembers.
 
     Example:
         >>> from trace_memory import METHODS
@@ -34,6 +35,7 @@ class Method:
     label: str
     colour: str
     kind: Literal["none", "trace", "ablation", "baseline"] = "baseline"
+    looks: bool = False
 
     def load(self) -> Callable[..., Any]:
         """The callable that makes the memory.
@@ -82,6 +84,7 @@ for _method in (
     Method("none", "trace_memory.baselines:NoMemory.from_config", "no memory", "#7f7f7f", "none"),
     Method("trace", "trace_memory.trace:TraceMemory.from_config", "TRACE", "#d62728", "trace"),
     Method("paper", "trace_memory.trace:PaperTraceMemory.from_config", "TRACE, paper's form", "#ff9896", "trace"),
+    Method("events", "trace_memory.events:EventMemory.from_config", "events", "#ff7f0e", "trace", looks=True),
     Method("gru", "trace_memory.baselines:GRUMemory.from_config", "GRU", "#1f77b4"),
     Method("transformer", "trace_memory.baselines:TransformerContext.from_config", "transformer context", "#2ca02c"),
     Method("lru", "trace_memory.baselines:LRUMemory.from_config", "LRU slots", "#9467bd"),
