@@ -183,7 +183,7 @@ class EventMemory(Memory):
         sizes = ((), (), (), (self.width,), (self.width,), (self.looks,))
         return {"level": (), "clock": ()} | {n: (SLOTS, *s) for n, s in zip(Event._fields, sizes, strict=True)}
 
-    def fit(self, contents: Iterable[Float[Tensor, "n c"]]) -> "EventMemory":
+    def fit(self, contents: Iterable[Float[Tensor, "_ c"]]) -> "EventMemory":
         """Learns what is common from contents of the training data; call it once, before training.
 
         Args:
