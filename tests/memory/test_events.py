@@ -123,6 +123,51 @@ def test_what_is_kept_is_what_an_obvious_algorithm_keeps() -> None:
         np.testing.assert_allclose(float(state.tensors["clock"][row]), clock, rtol=1e-9)
 
 
+def test_what_is_read_is_what_the_equations_say() -> None:
+    """By value: event by event and head by head, in numpy, from the state that a scan leaves."""
+    memory, x = make(), contents()
+    with torch.no_grad():
+        memory.salience.copy_(torch.linspace(-1, 1, MAP[1]))
+        memory.none.copy_(torch.linspace(-1, 1, events.HEADS))
+        state, readouts = memory.scan(x, path(x))
+        last = memory._split(x[:, -1])
+        query, order = memory.query(last.e).numpy(), memory.order(last.e).numpy()
+        assert memory.look is not None
+        weight, bias = memory.look.weight.numpy(), memory.look.bias.numpy()
+        none, kappa = memory.none.numpy(), float(memory.kappa.exp())
+    found = readouts.at(-1)
+    assert found.counts is not None
+    assert found.points is not None
+    views, _, high, wide = MAP
+    size = CONFIG.width // events.HEADS
+    for row in range(B):
+        kept = {name: tensor[row].numpy() for name, tensor in state.tensors.items()}
+        for h in range(events.HEADS):
+            part = slice(h * size, (h + 1) * size)
+            weights, counted = [], 0.0
+            for n in range(SLOTS):
+                logit = query[row, part] @ kept["key"][n, part] / np.sqrt(size)
+                for j in range(events.BUMPS):
+                    bump = np.exp(-2 * (kept["when"][n] - j - 0.5) ** 2)
+                    logit += order[row, h * events.BUMPS + j] * bump
+                weights.append(kept["rate"][n] * np.exp(logit))
+                counted += kept["rate"][n] / (1 + np.exp(-logit))
+            share = np.array(weights) / (np.exp(none[h]) + sum(weights))
+            np.testing.assert_allclose(found.z[row, part], share @ kept["value"][:, part], rtol=1e-8)
+            assert float(found.counts[row, h]) == pytest.approx(counted)
+            for v in range(views):
+                point = np.zeros(2)
+                here = [weight @ last.places[row, v, p].numpy() + bias for p in range(high * wide)]
+                for n in range(SLOTS):
+                    look = kept["look"][n]
+                    alike = [y @ look / np.linalg.norm(y) / np.linalg.norm(look) for y in here]
+                    where = np.exp(kappa * np.array(alike))
+                    for p in range(high * wide):
+                        place = np.array([2 * (p // wide) / (high - 1) - 1, 2 * (p % wide) / (wide - 1) - 1])
+                        point += share[n] * where[p] / where.sum() * place
+                np.testing.assert_allclose(found.points[row, h, v], point, rtol=1e-8, atol=1e-10)
+
+
 def test_backlash_is_the_recurrence() -> None:
     generator = torch.Generator().manual_seed(3)
     b = torch.rand(4, 61, generator=generator, dtype=torch.float64)
