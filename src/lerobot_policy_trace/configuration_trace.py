@@ -11,6 +11,7 @@ from lerobot.policies.diffusion.configuration_diffusion import DiffusionConfig
 from trace_errors import UsageError
 from trace_memory import config as memory_config
 from trace_memory.config import MemoryConfig, PaperOptions
+from trace_memory.registry import METHODS, of_policies
 
 FAR = 1_000_000  # frames back: farther than any episode's first, to which LeRobot clamps it
 ATTACH = ("tokens", "residual")
@@ -70,6 +71,11 @@ class MemoryOptions:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise UsageError(f"memory.{name}: got {value!r}, expected {least} or more")
+        if self.name in METHODS and self.name not in of_policies():
+            raise UsageError(
+                f"memory.name: got {self.name!r}, which takes in a map of the picture, and policies have none for it; "
+                f"expected one of {', '.join(of_policies())}. tracemem probe tries this one"
+            )
         channels = self.velocity_channels
         if not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in channels):
             raise UsageError(

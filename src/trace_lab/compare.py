@@ -23,7 +23,7 @@ from trace_lab.queue import Job, Line, Local, OnRay, Queue, Runner, last_words
 from trace_lab.recipe import POLICIES, Recipe, known, parse, recipe
 from trace_lab.results import RESULTS, Method, Reading, Rollout, whole, write
 from trace_lab.tables import draw, markdown, report, to_json
-from trace_memory.registry import METHODS
+from trace_memory.registry import METHODS, of_policies
 
 # Core seconds, to plan with until something has been measured: on one busy core of 2025, and beside one H200.
 EPISODE = {"collect": 8.0, "eval": 8.0}  # of one episode
@@ -86,7 +86,7 @@ def groups() -> dict[str, list[str]]:
         "main": ["act", "diffusion", "act+trace", "diffusion+trace"],
         "baselines": [f"act+{name}" for name in kinds["baseline"]],
         "ablations": [f"act+{name}" for name in kinds["ablation"]],
-        "all": [f"{policy}+{name}" for policy in POLICIES for name in METHODS],
+        "all": [f"{policy}+{name}" for policy in POLICIES for name in of_policies()],
     }
 
 
@@ -98,7 +98,7 @@ def method(name: str) -> Method:
         ('diffusion', 'gru')
     """
     policy, _, memory = name.partition("+")
-    return known("method", policy, list(POLICIES)), known(f"method {policy}+", memory or "none", list(METHODS))
+    return known("method", policy, list(POLICIES)), known(f"method {policy}+", memory or "none", of_policies())
 
 
 def methods_of(names: Sequence[str]) -> tuple[Method, ...]:

@@ -31,8 +31,10 @@ def maps(memory: "Memory") -> Iterator[tuple[str, str, int]]:
     """Each map of TRACE with its layers, e.g. ("phi_g", "5219 -> 512 -> 512", 2935296)."""
     from torch import nn
 
-    for owner in ("keys", "slots"):
-        for name, child in getattr(memory, owner).named_children():
+    from trace_memory.trace import SlotMemory
+
+    for owner in (memory.keys, memory.slots) if isinstance(memory, SlotMemory) else (memory,):
+        for name, child in owner.named_children():
             layers = [layer for layer in child.modules() if isinstance(layer, nn.Linear)]
             if layers:
                 widths = [layers[0].in_features, *(layer.out_features for layer in layers)]

@@ -12,7 +12,7 @@ from typing import Any
 
 from trace_errors import UsageError
 from trace_memory.config import PaperOptions
-from trace_memory.registry import METHODS, paper_forms
+from trace_memory.registry import METHODS, of_policies, paper_forms
 
 POLICIES = {"act": "ACT", "diffusion": "Diffusion Policy"}  # in the order of tables
 SCANS = ("episode", "budget")
@@ -89,7 +89,7 @@ class Recipe:
 
     def __post_init__(self) -> None:
         known("policy", self.policy, list(POLICIES))
-        known("memory", self.memory, list(METHODS))
+        known("memory", self.memory, of_policies())
         known("scan", self.scan, SCANS)
         known("backbone", self.backbone, BACKBONES)
         known("precision", self.precision, PRECISIONS)

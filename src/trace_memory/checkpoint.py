@@ -173,8 +173,7 @@ def config_from_dict(values: dict[str, Any], where: str = "config") -> MemoryCon
         CheckpointError: a field is not known, or its value makes no sense.
     """
     made: dict[str, Any] = _known(values, MemoryConfig, where)
-    if isinstance(made.get("velocity_channels"), list):
-        made["velocity_channels"] = tuple(made["velocity_channels"])
+    made |= {name: tuple(made[name]) for name in ("velocity_channels", "map") if isinstance(made.get(name), list)}
     try:
         if "paper" in made:
             made["paper"] = PaperOptions(**_known(made["paper"], PaperOptions, f"{where}: paper"))

@@ -106,6 +106,9 @@ class MemoryConfig:
         hidden: of the maps' hidden layers.
         dropout: in the maps from signatures to keys.
         velocity_channels: channels of the state that are velocities: a robot at rest has zero there.
+        map: views, features, height and width of a map of the picture that follows e_t in what is seen, for memories with
+            looks; None for none.
+        plain: how many of the map's last features are plain: colours and the like, which nothing learns.
         paper: options of the paper's form.
 
     Raises:
@@ -125,6 +128,8 @@ class MemoryConfig:
     hidden: int = 512
     dropout: float = 0.1
     velocity_channels: tuple[int, ...] = ()
+    map: tuple[int, int, int, int] | None = None
+    plain: int = 0
     paper: PaperOptions = field(default_factory=PaperOptions)
 
     def __post_init__(self) -> None:
@@ -143,6 +148,7 @@ class MemoryConfig:
                 f"memory velocity_channels: {self.velocity_channels!r}, expected a tuple of numbers of channels, "
                 f"0 to {self.channels - 1}"
             )
+        self._check_map()
         if not isinstance(self.paper, PaperOptions):
             raise UsageError(f"memory paper: {self.paper!r}, expected PaperOptions")
         if self.paper != PaperOptions() and not METHODS[self.name].paper_form:
@@ -150,13 +156,34 @@ class MemoryConfig:
                 f"memory paper: has options for memory {self.name!r}, expected them with {' or '.join(paper_forms())} only"
             )
 
+    @property
+    def inputs(self) -> int:
+        """Width of what a memory takes in at a step: the content, and the map."""
+        return self.content + math.prod(self.map or (0,))
+
+    def _check_map(self) -> None:
+        good = self.map is None or (isinstance(self.map, tuple) and len(self.map) == 4)
+        if not good:
+            raise UsageError(f"memory map: {self.map!r}, expected views, features, height and width, or None")
+        for value in self.map or ():
+            _whole("memory map", value)
+        features = self.map[1] if self.map else 0
+        if not (isinstance(self.plain, int) and (1 <= self.plain <= features if self.map else self.plain == 0)):
+            wanted = f"1 to {features}, of the map's features" if self.map else "0, as there is no map"
+            raise UsageError(f"memory plain: {self.plain!r}, expected {wanted}")
+        if self.map and not METHODS[self.name].looks:
+            raise UsageError(f"memory map: given for memory {self.name!r}, which has no looks")
+
     def to_dict(self) -> dict[str, Any]:
         """The same as plain values, for JSON.
 
         Returns:
             What `trace_memory.checkpoint.config_from_dict` reads.
         """
-        return asdict(self) | {"velocity_channels": list(self.velocity_channels)}
+        return asdict(self) | {
+            "velocity_channels": list(self.velocity_channels),
+            "map": list(self.map) if self.map else None,
+        }
 
 
 def build(config: MemoryConfig) -> "trace_memory.memory.Memory":

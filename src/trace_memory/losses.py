@@ -34,14 +34,14 @@ def consistency_loss(
 
 
 def auxiliary_losses(readout: Readout, valid: Bool[Tensor, "*n"]) -> dict[str, Float[Tensor, ""]]:
-    """All three, unweighted, by name.
+    """The losses of a memory's kind, unweighted, by name.
 
     Args:
         readout: of a scan.
         valid: which of its steps are real.
 
     Returns:
-        "balance", "entropy" and "consistency"; empty for a memory that does not route.
+        "balance", "entropy" and "consistency" of a memory that routes, "prior" of a memory of events, else none.
 
     Example:
         >>> import torch
@@ -51,6 +51,8 @@ def auxiliary_losses(readout: Readout, valid: Bool[Tensor, "*n"]) -> dict[str, F
         >>> sorted(auxiliary_losses(readouts, torch.ones(2, 5, dtype=torch.bool)))
         ['balance', 'consistency', 'entropy']
     """
+    if readout.prior is not None:
+        return {"prior": _mean(readout.prior, valid)}
     if readout.routing is None:
         return {}
     return {

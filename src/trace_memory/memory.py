@@ -4,8 +4,8 @@ trace.py, its ablations in ablations.py, other memories in baselines.py, files o
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -22,16 +22,18 @@ class AuxiliaryWeights(NamedTuple):
         balance: lambda_bal.
         entropy: lambda_ent.
         consistency: lambda_cons.
+        prior: keeps a gate to where it starts, of memories with a gate that starts right.
 
     Example:
         >>> from trace_memory import MemoryConfig, build
         >>> build(MemoryConfig(name="paper", content=64, width=32, hidden=32)).auxiliary
-        AuxiliaryWeights(balance=0.05, entropy=0.01, consistency=0.002)
+        AuxiliaryWeights(balance=0.05, entropy=0.01, consistency=0.002, prior=0.0)
     """
 
     balance: float = 0.0
     entropy: float = 0.0
     consistency: float = 0.0
+    prior: float = 0.0
 
 
 class MemoryState(NamedTuple):
@@ -72,6 +74,9 @@ class Readout(NamedTuple):
         dg: (B, d), its change.
         alpha: (B, K), the read weights.
         routing: how the step was written, for a memory that routes.
+        counts: (B, H), how many events answer what each head asks for, for a memory of events.
+        points: (B, H, V, 2), where in each view what was read is seen now: row and column, -1 to 1; for a memory with looks.
+        prior: (B,), how far a gate that starts right has left its start, over the whole scan.
 
     Example:
         >>> import torch
@@ -88,6 +93,9 @@ class Readout(NamedTuple):
     dg: Float[Tensor, "*n d"]
     alpha: Float[Tensor, "*n K"]
     routing: Routing | None = None
+    counts: Float[Tensor, "*n H"] | None = None
+    points: Float[Tensor, "*n H V 2"] | None = None
+    prior: Float[Tensor, "*n"] | None = None
 
     def at(self, t: int) -> "Readout":
         """The readout of one time of a scan."""
@@ -99,20 +107,25 @@ class Readout(NamedTuple):
 
     def either(self, rows: Bool[Tensor, " B"], other: "Readout") -> "Readout":
         """Row by row this readout or the other."""
-
-        def mix(a: Tensor, b: Tensor) -> Tensor:
-            return torch.where(rows.view(-1, *[1] * (a.ndim - 1)), a, b)
-
-        slots, z, g, dg, alpha = (mix(a, b) for a, b in zip(self[:5], other[:5], strict=True))
-        routing = None
-        if self.routing is not None and other.routing is not None:
-            routing = Routing(*(mix(a, b) for a, b in zip(self.routing, other.routing, strict=True)))
-        return Readout(slots, z, g, dg, alpha, routing)
+        return self.join([other], lambda x: torch.where(rows.view(-1, *[1] * (x[0].ndim - 1)), x[0], x[1]))
 
     def map(self, of: Callable[[Tensor], Tensor]) -> "Readout":
         """The readout with something done to each of its tensors."""
-        slots, z, g, dg, alpha = (of(x) for x in self[:5])
-        return Readout(slots, z, g, dg, alpha, self.routing and Routing(*(of(x) for x in self.routing)))
+        return self.join([], lambda x: of(x[0]))
+
+    def join(self, others: Sequence["Readout"], of: Callable[[list[Tensor]], Tensor]) -> "Readout":
+        """One readout from several of the same memory, tensor by tensor."""
+
+        def made(parts: list[Any]) -> Any:
+            return None if any(part is None for part in parts) else of(parts)
+
+        all_, routing = [self, *others], None
+        if all(each.routing is not None for each in all_):
+            routing = Routing(
+                *(made(list(parts)) for parts in zip(*(each.routing or () for each in all_), strict=True))
+            )
+        rest = {name: made([getattr(each, name) for each in all_]) for name in self._fields if name != "routing"}
+        return Readout(**rest, routing=routing)
 
 
 class PathFeatures(NamedTuple):
@@ -177,6 +190,14 @@ class Memory(nn.Module, ABC):
         self, state: MemoryState, contents: Tensor, path: PathFeatures | None, valid: Tensor
     ) -> tuple[dict[str, Tensor], Readout]:
         """The memory's own tensors after these steps (B, T), and the readout at each; invalid steps must change nothing."""
+
+    def _run_at(
+        self, state: MemoryState, contents: Tensor, path: PathFeatures | None, valid: Tensor, at: Tensor
+    ) -> tuple[dict[str, Tensor], Readout]:
+        """`_run` with the readouts of steps `at` (B, R) only, which some memories have cheaper."""
+        tensors, readouts = self._run(state, contents, path, valid)
+        rows = torch.arange(len(at), device=at.device)[:, None]
+        return tensors, readouts.map(lambda x: x[rows, at])
 
     def _path(self, state: MemoryState, path: Tensor, valid: Tensor) -> PathFeatures | None:
         """What `_run` is told of the path (B, T, d_s); None for memories that do not look at it."""
@@ -257,6 +278,7 @@ class Memory(nn.Module, ABC):
         path: Tensor,  # (B, T, d_s), raw robot states
         valid: Tensor | None = None,  # (B, T) bool
         state: MemoryState | None = None,
+        at: Tensor | None = None,  # (B, R) steps
     ) -> tuple[MemoryState, Readout]:
         """Folded steps. What is not `valid` changes nothing.
 
@@ -265,9 +287,10 @@ class Memory(nn.Module, ABC):
             path: (B, T, channels), raw robot states.
             valid: (B, T) bool, which steps are real; all, if not given.
             state: to go on from; a new one, if not given.
+            at: (B, R) int64, steps whose readouts are wanted; all, if not given.
 
         Returns:
-            The state after the last step, and the readout after each.
+            The state after the last step, and the readouts, of each step that is wanted.
 
         Raises:
             ObservationError: an input does not fit or is not finite; the message names it.
@@ -282,7 +305,11 @@ class Memory(nn.Module, ABC):
         with torch.autocast(contents.device.type, enabled=False):
             contents = torch.where(valid[..., None], contents.to(path.dtype), 0.0)
             features = self._path(state, path, valid)
-            tensors, readouts = self._run(state, contents, features, valid)
+            if at is None:
+                tensors, readouts = self._run(state, contents, features, valid)
+            else:
+                self._check_at(at, contents.shape[:1], path.shape[1])
+                tensors, readouts = self._run_at(state, contents, features, valid, at)
         tensors = tensors if features is None else tensors | features.tensors
         return MemoryState(state.steps + valid.sum(1), tensors), readouts
 
@@ -310,13 +337,7 @@ class Memory(nn.Module, ABC):
         self._check_widths(contents, path, dims=3)
         state = self.init(contents.shape[0])
         valid = self._check(contents, path, path_valid=None, valid=valid, state=state)
-        if at.shape != contents.shape[:2] or at.dtype != torch.int64 or at.device != contents.device:
-            raise ObservationError(
-                f"at: {tuple(at.shape)} {at.dtype} on {at.device}, expected {tuple(contents.shape[:2])} torch.int64 "
-                f"on {contents.device}"
-            )
-        if _may_sync() and not bool(((at >= 0) & (at < path.shape[1])).all()):
-            raise ObservationError(f"at: from {int(at.min())} to {int(at.max())}, expected 0 to {path.shape[1] - 1}")
+        self._check_at(at, contents.shape[:2], path.shape[1])
         with torch.autocast(contents.device.type, enabled=False):
             contents = torch.where(valid[..., None], contents.to(path.dtype), 0.0)
             return self._run(state, contents, self._path_at(path, at), valid)[1]
@@ -348,6 +369,15 @@ class Memory(nn.Module, ABC):
         slots = z[..., None, :][..., :0, :] if slots is None else slots
         alpha = z[..., :0] if alpha is None else alpha
         return Readout(slots, z, zero, zero, alpha)
+
+    def _check_at(self, at: Tensor, shape: torch.Size, steps: int) -> None:
+        if at.ndim != 2 or at.shape[: len(shape)] != shape or at.dtype != torch.int64 or at.device != self._like.device:
+            wanted = tuple(shape) if len(shape) == 2 else f"({shape[0]}, R)"
+            raise ObservationError(
+                f"at: {tuple(at.shape)} {at.dtype} on {at.device}, expected {wanted} torch.int64 on {self._like.device}"
+            )
+        if _may_sync() and not bool(((at >= 0) & (at < steps)).all()):
+            raise ObservationError(f"at: from {int(at.min())} to {int(at.max())}, expected 0 to {steps - 1}")
 
     def _check_widths(self, content: Tensor, path: Tensor, dims: int) -> None:
         for name, x, width in (("content", content, self.content), ("robot_state", path, self.channels)):

@@ -26,6 +26,7 @@ class Method:
             pooled to one vector, and is trained without path swap unless that is asked for.
         swaps_paths: an episode's memory may be addressed by another one's path in training; not so of a memory that knows
             nothing but its path.
+        looks: it takes in a map of the picture, and can point at what it remembers.
 
     Example:
         >>> from trace_memory import METHODS
@@ -40,6 +41,7 @@ class Method:
     kind: Literal["none", "trace", "ablation", "baseline"] = "baseline"
     paper_form: bool = field(default=False, kw_only=True)
     swaps_paths: bool = field(default=True, kw_only=True)
+    looks: bool = field(default=False, kw_only=True)
 
     def load(self) -> Callable[..., Any]:
         """The callable that makes the memory.
@@ -84,6 +86,11 @@ def register(method: Method) -> Method:
     return method
 
 
+def of_policies() -> list[str]:
+    """The names of the memories that a policy can have: it gives them no map of the picture."""
+    return [name for name, method in METHODS.items() if not method.looks]
+
+
 def paper_forms() -> list[str]:
     """The names of the memories that are the paper's form, or an ablation of it."""
     return [name for name, method in METHODS.items() if method.paper_form]
@@ -100,6 +107,7 @@ for _method in (
         "trace",
         paper_form=True,
     ),
+    Method("events", "trace_memory.events:EventMemory.from_config", "events", "#ff7f0e", "trace", looks=True),
     Method("gru", "trace_memory.baselines:GRUMemory.from_config", "GRU", "#1f77b4"),
     Method("transformer", "trace_memory.baselines:TransformerContext.from_config", "transformer context", "#2ca02c"),
     Method("lru", "trace_memory.baselines:LRUMemory.from_config", "LRU slots", "#9467bd"),

@@ -20,7 +20,7 @@ from trace_lab import results
 from trace_lab.cli import main
 from trace_lab.compare import Plan, groups, hours, jobs_of, listing, method, methods_of, work
 from trace_lab.queue import TRACEMEM, Line, Queue
-from trace_memory.registry import METHODS
+from trace_memory.registry import of_policies
 
 SHEET = {
     "split": "heldout", "cue": 0, "delay": 60, "cue_gone": 10, "steps": 100, "drops": 0, "outcome": "timeout",
@@ -330,8 +330,8 @@ def test_groups_of_methods():
     assert {memory for _, memory in methods_of(["ablations"])} == {
         "current", "signature-only", "unrouted", "no-delta", "mean-read", "no-auxiliary",
     }  # fmt: skip
-    assert {memory for _, memory in methods_of(["all"])} == set(METHODS)
-    assert len(methods_of(groups())) == 2 * len(METHODS)
+    assert {memory for _, memory in methods_of(["all"])} == set(of_policies())
+    assert len(methods_of(groups())) == 2 * len(of_policies())
     assert method("diffusion+lru") == ("diffusion", "lru")
     with pytest.raises(UsageError):
         method("")

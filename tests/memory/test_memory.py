@@ -18,6 +18,7 @@ SMALL = MemoryConfig(channels=D, content=C, width=16, hidden=16)
 PAPER = replace(SMALL, name="paper")
 VARIANTS = {name: replace(SMALL, name=name) for name in METHODS} | {
     "velocities": replace(SMALL, velocity_channels=(0,)),
+    "events, map": replace(SMALL, name="events", content=4, map=(1, 3, 1, 2), plain=2),
     "paper, anchor": replace(PAPER, paper=PaperOptions(depth=2, anchor=True)),
     "paper, log-signature": replace(PAPER, paper=PaperOptions(slots=3, log_signature=True, tau=0.6, identity=0.3)),
 }
@@ -37,7 +38,8 @@ def data(dtype=torch.float64, seed=1):
 
 
 def tensors(readout) -> list[torch.Tensor]:
-    return [*readout[:5], *(readout.routing or ())]
+    more = (readout.counts, readout.points)  # the prior is of a scan, not of a step
+    return [*readout[:5], *(readout.routing or ()), *(x for x in more if x is not None)]
 
 
 @pytest.fixture(params=VARIANTS)

@@ -44,7 +44,7 @@ from lerobot_policy_trace.modeling_trace import MemoryPolicy
 from lerobot_policy_trace.networks import MemoryBlock, MemoryDiffusion, MemoryUnet
 from lerobot_policy_trace.paths import Paths
 from trace_errors import CheckpointError, DatasetError, UsageError
-from trace_memory.registry import METHODS
+from trace_memory.registry import of_policies
 
 CAMERAS = [f"observation.images.{name}" for name in ("overhead", "left_wrist", "right_wrist")]
 SMALL = {
@@ -261,7 +261,12 @@ def test_without_a_memory_it_is_the_stock_policy(kind, dataset):
     assert config.observation_delta_indices == stock.config.observation_delta_indices
 
 
-@pytest.mark.parametrize("name", [name for name in METHODS if name != "none"])
+def test_a_memory_that_needs_a_map_of_the_picture_is_refused():
+    with pytest.raises(UsageError, match=r"memory.name: got 'events', .*expected one of none, trace"):
+        MemoryOptions(name="events")
+
+
+@pytest.mark.parametrize("name", [name for name in of_policies() if name != "none"])
 def test_every_memory_trains_and_acts(name, dataset):
     policy, prepare, meta = ours("act", dataset, replace(WHOLE, name=name, history_frames=5, history_stride=3))
     policy.train()
