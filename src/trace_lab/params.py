@@ -60,14 +60,17 @@ def adapters(c: MemoryConfig) -> dict[str, dict[str, int]]:
 
 
 def memories(width: int, hidden: int) -> dict[str, dict[str, float]]:
-    """For every memory: learned numbers, bytes of state a row, million multiply-adds a step (matrix products)."""
+    """For every memory: learned numbers, bytes of state a row, million multiply-adds (matrix products) a step late in a long
+    episode, when all that a memory keeps is filled.
+    """
     import torch
     from torch.utils.flop_counter import FlopCounterMode
 
     table = {}
     for name in METHODS:
         memory = build(MemoryConfig(name=name, content=2 * width, width=width, hidden=hidden)).eval()
-        state, content, point = memory.init(1), torch.zeros(1, memory.content), torch.zeros(1, memory.channels)
+        content, point = torch.zeros(1, memory.content), torch.zeros(1, memory.channels)
+        state = memory.init(1)._replace(steps=torch.tensor([100_000]))
         with torch.no_grad(), FlopCounterMode(display=False) as flops:
             memory.step(state, content, point)
         table[name] = {

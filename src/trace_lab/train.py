@@ -41,8 +41,8 @@ def train(
         dataset: folder of a LeRobot dataset (v3), for instance one of tracemem collect.
         out: folder of the run: run.json, metrics.jsonl, curves.png, checkpoints.
         policy: act or diffusion.
-        memory: trace, paper, none, gru, transformer, lru, retrieval, or an ablation (tracemem params lists them); the
-            preset's if not said.
+        memory: trace, paper, none, gru, transformer, lru, retrieval, delta, ssm, window, or an ablation (tracemem
+            params lists them); the preset's if not said.
         preset: default, paper (LeRobot's and the paper's sizes, the paper's memory) or tiny (for two CPU cores).
         seed: of weights, batches and noise.
         steps: updates; the preset's number if not said.

@@ -1,9 +1,11 @@
-"""Memories to compare with, behind the same interface: none, GRU, transformer context, LRU slots, retrieval prompt.
+"""Memories to compare with, behind the same interface: none, and those that keep past steps and look back at them:
+transformer context, window, retrieval prompt. Those that fold what they see into a state are in recurrent.py.
 
 None of them sees signatures; each gets the same content e_t. Sources, state sizes and costs are in docs/memories.md.
 """
 
 import math
+from abc import abstractmethod
 from typing import NamedTuple
 
 import torch
@@ -12,7 +14,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
 from trace_memory.keys import MLP
-from trace_memory.memory import Memory, MemoryState, PathFeatures, Readout
+from trace_memory.memory import Memory, MemoryState, PathFeatures, Readout, may_sync
+from trace_memory.packing import Packing
+
+BLOCK = 64  # steps that look back at once
 
 
 class NoMemory(Memory):
@@ -24,55 +29,48 @@ class NoMemory(Memory):
         return {}, self._empty(contents.new_zeros(*contents.shape[:2], self.width))
 
 
-class GRUMemory(Memory):
-    """A gated recurrent unit (Cho et al. 2014) over the contents; the hidden state is the one slot and the readout.
+class _LookingBack(Memory):
+    """A memory that keeps past steps. Its scans go block by block, so that a long one costs time, not the square of it."""
 
-    Its update gate starts with a time-scale of `keep` steps (Tallec and Ollivier 2018): started as PyTorch does, it never
-    left chance on the probe, and a baseline should be given its best form.
-    """
-
-    def __init__(self, *, content: int, channels: int, width: int, keep: float = 64.0):
-        super().__init__(content=content, channels=channels, width=width)
-        self.cell = nn.GRUCell(content, width)
-        nn.init.constant_(self.cell.bias_hh[width : 2 * width], math.log(keep - 1))
-
-    @property
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """The hidden state."""
-        return {"hidden": (self.width,)}
+    @abstractmethod
+    def _block(self, state: MemoryState, contents: Tensor, valid: Tensor) -> tuple[dict[str, Tensor], Readout]:
+        """`_run`, for few steps."""
 
     def _run(
         self, state: MemoryState, contents: Tensor, path: PathFeatures | None, valid: Tensor
     ) -> tuple[dict[str, Tensor], Readout]:
-        h, states = state.tensors["hidden"], []
-        inputs = F.linear(contents, self.cell.weight_ih, self.cell.bias_ih)
-        for x, ok in zip(inputs.unbind(1), valid.unbind(1), strict=True):
-            h = torch.where(ok[:, None], self._advance(h, x), h)
-            states.append(h)
-        z = torch.stack(states, 1)
-        return {"hidden": h}, self._empty(z, z[..., None, :], torch.ones_like(z[..., :1]))
-
-    def _advance(self, h: Tensor, x: Tensor) -> Tensor:
-        reset, update, new = F.linear(h, self.cell.weight_hh, self.cell.bias_hh).chunk(3, dim=-1)
-        x_reset, x_update, x_new = x.chunk(3, dim=-1)
-        gate = torch.sigmoid(x_update + update)
-        return gate * h + (1 - gate) * torch.tanh(x_new + torch.sigmoid(x_reset + reset) * new)
+        readouts = []
+        for some, real in zip(contents.split(BLOCK, 1), valid.split(BLOCK, 1), strict=True):
+            tensors, readout = self._block(state, some, real)
+            state = MemoryState(state.steps + real.sum(1), tensors)
+            readouts.append(readout)
+        slots, z, g, dg, alpha = (torch.cat(x, 1) for x in zip(*(r[:5] for r in readouts), strict=True))
+        return state.tensors, Readout(slots, z, g, dg, alpha)
 
 
 class Past(NamedTuple):
-    """Entries a step may look at: what was kept before the scan, then the scan's own. `age` counts valid steps."""
+    """Entries a step may look at: what was kept before the scan, then the scan's own. `age` counts valid steps; it is told
+    once for all rows (1 for B) where it is the same.
+    """
 
     visible: Bool[Tensor, "B T N"]
-    age: Int[Tensor, "B T N"]
+    age: Int[Tensor, "_ T N"]
+
+
+def _filled(kept: Tensor, steps: Tensor) -> Tensor:
+    """Without the kept entries that are empty in every row; where that may not be asked, all."""
+    size = kept.shape[1]
+    return kept[:, size - min(size, int(steps.max())) :] if may_sync() else kept
 
 
 def _past(steps: Tensor, kept: int, valid: Tensor) -> Past:
     """Which of the `kept` old entries (newest last) and of the scan's own steps each step may see, and how old they are."""
-    own = valid.long().cumsum(1)  # valid steps so far, this one included
+    some = valid[:1] if may_sync() and bool(valid.all()) else valid
+    own = some.long().cumsum(1)  # valid steps so far, this one included
     old = torch.arange(kept - 1, -1, -1, device=valid.device)  # steps before the scan's first
     old_age = own[..., None] + old
     own_age = own[..., None] - own[:, None, :]
-    old_real = (old < steps[:, None])[:, None].expand_as(old_age)
+    old_real = (old < steps[:, None])[:, None].expand(-1, valid.shape[1], -1)
     causal = torch.ones(valid.shape[1], valid.shape[1], dtype=torch.bool, device=valid.device).tril()
     age = torch.cat([old_age, own_age], dim=-1)
     return Past(torch.cat([old_real, causal & valid[:, None]], dim=-1), age)
@@ -80,11 +78,13 @@ def _past(steps: Tensor, kept: int, valid: Tensor) -> Past:
 
 def _push(kept: Tensor, entries: Tensor, valid: Tensor) -> Tensor:
     """The newest entries of kept and valid entries together, newest last."""
-    size = kept.shape[1]
-    rank = torch.cat([torch.ones_like(kept[:, :, 0], dtype=torch.long), valid.long()], dim=1)
-    order = torch.argsort(rank, dim=1, stable=True)[:, -size:]  # invalid ones first, else in order
-    index = order[..., None].expand(-1, -1, kept.shape[-1])
-    return torch.cat([kept, entries], dim=1).gather(1, index)
+    packing = Packing(valid)
+    return packing.newest(kept, packing.pack(entries))
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
+    """Softmax attention with a bias, -inf where nothing is seen; every query sees something."""
+    return torch.softmax((q * q.shape[-1] ** -0.5) @ k.mT + bias, dim=-1) @ v
 
 
 class _Block(nn.Module):
@@ -98,16 +98,15 @@ class _Block(nn.Module):
         self.mlp = MLP(width, 2 * width, width)
 
     def forward(self, x: Tensor, kept: Tensor, visible: Tensor, age: Tensor) -> Tensor:
-        """x (B, T, d), kept (B, W, d), visible (B, T, W + T), age bias (heads, B, T, W + T)."""
+        """x (B, T, d), kept (B, W, d), visible (B, T, W + T), age bias (heads, B or 1, T, W + T)."""
         q, k, v = self.qkv(self.norm(torch.cat([kept, x], dim=1))).chunk(3, dim=-1)
         q, k, v = (y.unflatten(-1, (self.heads, -1)).transpose(1, 2) for y in (q[:, -x.shape[1] :], k, v))
         bias = torch.where(visible[:, None], age.transpose(0, 1), -torch.inf)
-        mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=bias)
-        x = x + self.out(mixed.transpose(1, 2).flatten(2))
+        x = x + self.out(_attend(q, k, v, bias).transpose(1, 2).flatten(2))
         return x + self.mlp(self.norm_mlp(x))
 
 
-class TransformerContext(Memory):
+class TransformerContext(_LookingBack):
     """A causal transformer (Vaswani et al. 2017) in which each layer sees its last `window` inputs, streamed with a cache;
     two layers of 32 reach 63 contents back.
     """
@@ -126,67 +125,134 @@ class TransformerContext(Memory):
         """Each layer's last inputs."""
         return {f"layer{i}": (self.window - 1, self.width) for i in range(len(self.blocks))}
 
-    def _run(
-        self, state: MemoryState, contents: Tensor, path: PathFeatures | None, valid: Tensor
-    ) -> tuple[dict[str, Tensor], Readout]:
-        past = _past(state.steps, self.window - 1, valid)
-        visible = past.visible & (past.age < self.window)
-        # a step that is not valid sees itself alone, so that no softmax is empty
-        itself = torch.eye(valid.shape[1], dtype=torch.bool, device=valid.device)
-        visible[..., self.window - 1 :] |= itself
+    def _block(self, state: MemoryState, contents: Tensor, valid: Tensor) -> tuple[dict[str, Tensor], Readout]:
         tensors = {}
         x = self.embed(contents)
+        filled = {n: _filled(y, state.steps) for n, y in state.tensors.items()}
+        kept = filled["layer0"].shape[1]
+        past = _past(state.steps, kept, valid)
+        visible = past.visible & (past.age < self.window)
+        # a step that is not valid sees itself too, so that no softmax is empty
+        visible[..., kept:] |= torch.eye(valid.shape[1], dtype=torch.bool, device=valid.device)
         for i, block in enumerate(self.blocks):
-            kept = state.tensors[f"layer{i}"]
-            tensors[f"layer{i}"] = _push(kept, x, valid)
-            x = block(x, kept, visible, self.age[i][:, past.age.clamp(0, self.window - 1)])
+            tensors[f"layer{i}"] = _push(state.tensors[f"layer{i}"], x, valid)
+            x = block(x, filled[f"layer{i}"], visible, self.age[i][:, past.age.clamp(0, self.window - 1)])
         z = self.norm(x)
         return tensors, self._empty(z, z[..., None, :], torch.ones_like(z[..., :1]))
 
 
-class LRUMemory(Memory):
-    """External memory with least-recently-used writes (Santoro et al. 2016): rows are written where nobody looked lately,
-    or where the last read looked, and read by cosine similarity.
+class WindowAttention(_LookingBack):
+    """Gated cross-attention over the last `window` contents, after the Gated Memory Policy (Gao et al. 2026): `layers`
+    times, the present asks the kept contents, each told with its age, and a gate that sees the present alone says how much
+    of the answer is added to it.
+
+    Ages start as sinusoids. The gate is one for all layers and starts nearly open (0.95), since its authors train the
+    attention ungated first.
     """
 
-    def __init__(self, *, content: int, channels: int, width: int, rows: int = 8, decay: float = 0.95):
+    def __init__(
+        self,
+        *,
+        content: int,
+        channels: int,
+        width: int,
+        window: int = 256,
+        layers: int = 2,
+        heads: int = 4,
+        start: float = 3.0,
+    ):
         super().__init__(content=content, channels=channels, width=width)
-        self.rows, self.decay = rows, decay
-        self.key = MLP(content, width, width)
-        self.value = MLP(content, width, width)
-        self.strength = nn.Linear(content, 2)  # write gate, read sharpness
+        self.window = window
+        self.embed, self.norm_entries = nn.Linear(content, width), nn.RMSNorm(width, eps=1e-5)
+        self.age = nn.Parameter(_sinusoids(window, width))
+        self.gate = MLP(content, width, 1)
+        nn.init.constant_(self.gate.last.bias, start)
+        self.blocks = [_CrossBlock(width, heads) for _ in range(layers)]
+        self.layers = nn.ModuleList(self.blocks)
+        self.norm = nn.RMSNorm(width, eps=1e-5)
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Rows, how lately each was used, and the last read."""
-        return {"rows": (self.rows, self.width), "usage": (self.rows,), "read": (self.rows,)}
+        """The embedded contents before this one."""
+        return {"entries": (self.window - 1, self.width)}
 
     def _run(
         self, state: MemoryState, contents: Tensor, path: PathFeatures | None, valid: Tensor
     ) -> tuple[dict[str, Tensor], Readout]:
-        tensors = dict(state.tensors)
-        inputs = (F.normalize(self.key(contents), dim=-1), self.value(contents), self.strength(contents))
-        rows, zs, reads = [], [], []
-        for now, ok in zip(zip(*(x.unbind(1) for x in inputs), strict=True), valid.unbind(1), strict=True):
-            new = self._advance(tensors, *now)
-            tensors = {n: torch.where(ok.view(-1, *[1] * (new[n].ndim - 1)), new[n], tensors[n]) for n in tensors}
-            rows.append(tensors["rows"])
-            reads.append(tensors["read"])
-            zs.append((tensors["read"][:, None] @ tensors["rows"])[:, 0])
-        return tensors, self._empty(torch.stack(zs, 1), torch.stack(rows, 1), torch.stack(reads, 1))
+        packing = Packing(valid)  # so that ages are the same in every row
+        tensors, readout = super()._run(state, packing.pack(contents), path, packing.real)
+        z = packing.unpack(readout.z, torch.zeros_like(readout.z[:, 0]))
+        return tensors, self._empty(z, z[..., None, :], torch.ones_like(z[..., :1]))
 
-    def _advance(self, tensors: dict[str, Tensor], key: Tensor, value: Tensor, strength: Tensor) -> dict[str, Tensor]:
-        least = F.one_hot(tensors["usage"].argmin(-1), self.rows).to(value.dtype)
-        gate = torch.sigmoid(strength[:, :1])
-        write = gate * tensors["read"] + (1 - gate) * least
-        kept = tensors["rows"] * (1 - (1 - gate) * least)[..., None]  # the least used row is cleared as it is taken
-        rows = kept + write[..., None] * value[:, None]
-        sharp = 1 + 10 * torch.sigmoid(strength[:, 1:])
-        read = torch.softmax(sharp * (F.normalize(rows, dim=-1, eps=1e-6) @ key[..., None])[..., 0], dim=-1)
-        return {"rows": rows, "usage": self.decay * tensors["usage"] + read + write, "read": read}
+    def _block(self, state: MemoryState, contents: Tensor, valid: Tensor) -> tuple[dict[str, Tensor], Readout]:
+        x = self.embed(contents)
+        new, old = self.norm_entries(x), _filled(state.tensors["entries"], state.steps)
+        entries, kept = torch.cat([old, new], dim=1), old.shape[1]
+        back = torch.arange(kept, 0, -1, device=valid.device) > state.steps[:, None]  # before a row's first step
+        unseen = F.pad(back, (0, valid.shape[1]))[:, None, None]
+        ages = self.age[: kept + valid.shape[1]].flip(0)  # oldest first, as the entries are
+        gate = torch.sigmoid(self.gate(contents))
+        for block in self.blocks:
+            x = block(x, gate, entries, ages, unseen)
+        z = self.norm(x)
+        return {"entries": _push(state.tensors["entries"], new, valid)}, self._empty(z)
 
 
-class RetrievalPrompt(Memory):
+class _CrossBlock(nn.Module):
+    """A layer in which steps ask entries, each of which is told with its age; then an MLP.
+
+    An entry's age hangs on who asks. Keys and values are linear, so those of contents and of ages are computed apart, and
+    the parts of an age moved to where entries of that age stand.
+    """
+
+    def __init__(self, width: int, heads: int):
+        super().__init__()
+        self.heads = heads
+        self.norm, self.norm_mlp = nn.RMSNorm(width, eps=1e-5), nn.RMSNorm(width, eps=1e-5)
+        inner = heads * -(-width // heads)
+        self.q, self.kv, self.out = nn.Linear(width, inner), nn.Linear(width, 2 * inner), nn.Linear(inner, width)
+        self.mlp = MLP(width, 2 * width, width)
+
+    def forward(self, x: Tensor, gate: Tensor, entries: Tensor, ages: Tensor, unseen: Tensor) -> Tensor:
+        """x (B, T, d), gate (B, T, 1), entries (B, W + T, d) that end with x's own, ages (A, d) oldest first, and which
+        entries are empty (B, 1, 1, W + T).
+        """
+        q, (k, v) = self.q(self.norm(x)), self.kv(entries).chunk(2, dim=-1)
+        of_age = F.linear(ages, self.kv.weight)
+        q, k, v, key, value = (
+            y.unflatten(-1, (self.heads, -1)).transpose(-3, -2) for y in (q, k, v, *of_age.chunk(2, dim=-1))
+        )
+        q = q * q.shape[-1] ** -0.5
+        score = q @ k.mT + _to_entries(q @ key.mT, entries.shape[1])
+        alpha = torch.softmax(score.masked_fill(unseen, -torch.inf), dim=-1)
+        read = alpha @ v + _to_ages(alpha, len(ages)) @ value
+        x = x + gate * self.out(read.transpose(1, 2).flatten(2))
+        return x + self.mlp(self.norm_mlp(x))
+
+
+def _to_entries(x: Float[Tensor, "*n T A"], entries: int) -> Float[Tensor, "*n T N"]:
+    """From ages, oldest first, to entries that end with the asking steps' own: each step's row moves one on from that of the
+    step before. -inf where an entry is too old or not there yet.
+    """
+    steps, ages = x.shape[-2:]
+    moved = F.pad(x, (0, steps), value=-torch.inf).flatten(-2)[..., :-steps].unflatten(-1, (steps, ages + steps - 1))
+    return moved[..., ages + steps - 1 - entries :]
+
+
+def _to_ages(x: Float[Tensor, "*n T N"], ages: int) -> Float[Tensor, "*n T A"]:
+    """The way back; entries that are too old or not there yet must be zero."""
+    steps, entries = x.shape[-2:]
+    x = F.pad(x, (ages + steps - 1 - entries, 0)).flatten(-2)
+    return F.pad(x, (0, steps)).unflatten(-1, (steps, ages + steps))[..., :ages]
+
+
+def _sinusoids(count: int, width: int) -> Float[Tensor, "A d"]:
+    """Sines and cosines of an age, at wavelengths from 2 pi to 1e4 times that."""
+    angle = torch.arange(count)[:, None] * torch.exp(-math.log(1e4) * torch.arange(0, width, 2) / width)
+    return torch.stack([angle.sin(), angle.cos()], dim=-1).flatten(1)[:, :width]
+
+
+class RetrievalPrompt(_LookingBack):
     """Keeps the whole episode (to `capacity` steps) and prompts with the `top` entries most like the present: after
     memory-augmented prompting (Li et al. 2025), with the episode's own past as the library.
     """
@@ -203,14 +269,13 @@ class RetrievalPrompt(Memory):
         """Keys and values of every kept step."""
         return {"keys": (self.capacity - 1, self.width), "values": (self.capacity - 1, self.width)}
 
-    def _run(
-        self, state: MemoryState, contents: Tensor, path: PathFeatures | None, valid: Tensor
-    ) -> tuple[dict[str, Tensor], Readout]:
+    def _block(self, state: MemoryState, contents: Tensor, valid: Tensor) -> tuple[dict[str, Tensor], Readout]:
         keys, values = self.key(contents), self.value(contents)
-        past = _past(state.steps, self.capacity - 1, valid)
+        old_keys, old_values = (_filled(state.tensors[n], state.steps) for n in ("keys", "values"))
+        past = _past(state.steps, old_keys.shape[1], valid)
         visible = past.visible & (past.age < self.capacity)
-        all_keys = torch.cat([state.tensors["keys"], keys], dim=1)
-        all_values = torch.cat([state.tensors["values"], values], dim=1)
+        all_keys = torch.cat([old_keys, keys], dim=1)
+        all_values = torch.cat([old_values, values], dim=1)
         score = self.query(contents) @ all_keys.transpose(1, 2) / math.sqrt(self.width)
         best = score.masked_fill(~visible, -torch.inf).topk(min(self.top, score.shape[-1]), dim=-1)
         found = torch.isfinite(best.values)

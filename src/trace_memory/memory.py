@@ -1,6 +1,6 @@
 """What every memory is (`Memory`: init, step, scan, scan_at, reset), what it keeps (`MemoryState`) and what it gives
 (`Readout`). A memory is a pure function of state and input: a step that raises leaves everything as it was. TRACE is in
-trace.py, its ablations in ablations.py, other memories in baselines.py, files of states in checkpoint.py.
+trace.py, its ablations in ablations.py, other memories in baselines.py and recurrent.py, files of states in checkpoint.py.
 """
 
 from abc import ABC, abstractmethod
@@ -376,7 +376,7 @@ class Memory(nn.Module, ABC):
             raise ObservationError(
                 f"at: {tuple(at.shape)} {at.dtype} on {at.device}, expected {wanted} torch.int64 on {self._like.device}"
             )
-        if _may_sync() and not bool(((at >= 0) & (at < steps)).all()):
+        if may_sync() and not bool(((at >= 0) & (at < steps)).all()):
             raise ObservationError(f"at: from {int(at.min())} to {int(at.max())}, expected 0 to {steps - 1}")
 
     def _check_widths(self, content: Tensor, path: Tensor, dims: int) -> None:
@@ -416,7 +416,7 @@ class Memory(nn.Module, ABC):
             raise ObservationError(
                 f"valid: {tuple(mask.shape)} {mask.dtype} on {mask.device}, expected bool ({batch}, {length}) on {where}"
             )
-        if _may_sync():
+        if may_sync():
             for name, x, excused in (("content", contents, mask), ("robot_state", path, path_valid)):
                 good = torch.isfinite(x).all(-1)
                 if not bool((good if excused is None else good | ~excused).all()):
@@ -424,7 +424,7 @@ class Memory(nn.Module, ABC):
         return mask
 
 
-def _may_sync() -> bool:
+def may_sync() -> bool:
     """Whether values may be looked at: not inside a CUDA graph capture or a compiled region."""
     capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
     return not capturing and not torch.compiler.is_compiling()

@@ -108,10 +108,13 @@ for _method in (
         paper_form=True,
     ),
     Method("events", "trace_memory.events:EventMemory.from_config", "events", "#ff7f0e", "trace", looks=True),
-    Method("gru", "trace_memory.baselines:GRUMemory.from_config", "GRU", "#1f77b4"),
+    Method("gru", "trace_memory.recurrent:GRUMemory.from_config", "GRU", "#1f77b4"),
     Method("transformer", "trace_memory.baselines:TransformerContext.from_config", "transformer context", "#2ca02c"),
-    Method("lru", "trace_memory.baselines:LRUMemory.from_config", "LRU slots", "#9467bd"),
+    Method("lru", "trace_memory.recurrent:LRUMemory.from_config", "LRU slots", "#9467bd"),
     Method("retrieval", "trace_memory.baselines:RetrievalPrompt.from_config", "retrieval prompt", "#8c564b"),
+    Method("delta", "trace_memory.recurrent:DeltaMemory.from_config", "gated delta rule", "#393b79"),
+    Method("ssm", "trace_memory.recurrent:SSMMemory.from_config", "state-space model", "#637939"),
+    Method("window", "trace_memory.baselines:WindowAttention.from_config", "gated window", "#e7969c"),
     Method(
         "current", "trace_memory.ablations:CurrentObservation.from_config", "current observation", "#c7c7c7", "ablation"
     ),

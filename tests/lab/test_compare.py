@@ -326,7 +326,8 @@ def test_wrong_names_are_told_before_pytorch_is_imported(tmp_path):
 def test_groups_of_methods():
     assert methods_of(["main", "act", "act+gru"])[:2] == (("act", "none"), ("diffusion", "none"))
     assert len(methods_of(["main", "act"])) == 4
-    assert methods_of(["baselines"]) == tuple(("act", name) for name in ("gru", "transformer", "lru", "retrieval"))
+    baselines = ("gru", "transformer", "lru", "retrieval", "delta", "ssm", "window")
+    assert methods_of(["baselines"]) == tuple(("act", name) for name in baselines)
     assert {memory for _, memory in methods_of(["ablations"])} == {
         "current", "signature-only", "unrouted", "no-delta", "mean-read", "no-auxiliary",
     }  # fmt: skip
