@@ -209,7 +209,7 @@ def parts(session: Any) -> dict[str, Callable[[], Any]]:
 
         return run
 
-    step = exact(lambda: session.remember(state, content, raw))
+    step = exact(lambda: session.advance(state, content, raw))
     with torch.no_grad():
         _, readout = step()
     found = {"TRACE overhead": lambda: adapter(step()[1]), "adapter": lambda: adapter(readout)}
