@@ -46,7 +46,7 @@ SHORTER = {  # program and first word -> sizes
     ("tracemem", "probe-task"): "--episodes 10 --size 24",
     ("tracemem", "gallery"): "--task Cable --size 40",
     ("tracemem", "doctor"): "--preset tiny",
-    ("tracemem", "probe"): "--updates 25 --batch 4 --delay 8 --lengths 2",
+    ("tracemem", "probe"): "--updates 25 --batch 4 --episodes 16 --few 2",
     ("tracemem", "profile"): "--policies act --preset tiny --sizes 32 --steps 100 --seconds 0.1",
     ("lerobot-train", None): "--steps=2 --batch_size=2 --num_workers=0 --log_freq=1 --save_freq=2",
     ("lerobot-train", "--policy.type=act"): ACT,

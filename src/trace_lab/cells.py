@@ -1,4 +1,4 @@
-"""Lists of what the battery runs, read from `experiments/battery.txt`: one cell a line, with what it may cost. Imports no torch."""
+"""Lists of what the battery runs, read from `experiments/battery.txt`: one cell a line, with its cost. Imports no torch."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

@@ -1,5 +1,5 @@
-"""`tracemem probe`: trains memories on a task of the battery, with progress, a table, learning curves and raw results; or runs
-whole lists of such trainings, one process each, as jobs of a `queue`.
+"""`tracemem probe`: trains memories on a task of the battery, with progress, a table, learning curves and raw results; or
+runs whole lists of such trainings, one process each, as jobs of a `queue`.
 """
 
 import inspect
@@ -14,18 +14,22 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 from rich.console import Console
-from rich.markdown import Markdown
 
 from trace_errors import RunError, UsageError
 from trace_lab import cells, scores
 from trace_lab.progress import progress
 from trace_lab.questions import CORRIDORS, CUES, DELAY, QUESTIONS, SHORTEST, Task
-from trace_lab.tables import markdown, to_json
+from trace_lab.tables import Table, markdown, to_json
 from trace_memory.config import PAPER_FORMS, PaperOptions, nearest
 from trace_memory.registry import METHODS
 
 if TYPE_CHECKING:
     from trace_lab.battery import Training
+
+LISTS, EITHER = (
+    ("cells_", "jobs", "to", "plan_only"),
+    ("battery", "out", "json_"),
+)  # options with --battery, with and without
 
 
 def run(training: "Training", episodes: int, few: int, corridors: tuple[int, ...], console: Console) -> dict[str, Any]:
@@ -132,20 +136,19 @@ def probe(
         out: folder for curves.png and results.json, or of the battery; outputs/probe and outputs/battery if not said.
         json_: print the results as JSON instead of a table.
     """
-    given = {name: value for name, value in locals().items() if name in inspect.signature(probe).parameters}
-    console = Console(stderr=json_)
+    given, console = dict(locals()), Console(stderr=json_)
+    for name, each in inspect.signature(probe).parameters.items():
+        if (name in LISTS) is not battery and name not in EITHER and given[name] != each.default:
+            why = "has no place beside --battery, whose lists say it" if battery else "is of --battery only"
+            raise UsageError(f"--{name.strip('_').replace('_', '-')}: {why}")
     if battery:
-        usual = {name: each.default for name, each in inspect.signature(probe).parameters.items()}
-        mine = ("battery", "cells_", "jobs", "to", "plan_only", "out", "json_")
-        if strange := [name for name in given if name not in mine and given[name] != usual[name]]:
-            raise UsageError(f"--{strange[0].replace('_', '-')}: has no place beside --battery; its lists say it")
         return run_battery(
             cells_, jobs, (out or Path("outputs/battery")).absolute(), to, console, plan_only=plan_only, json_=json_
         )
     task = check(memory, question, cues, delay, rate, paper)
     for option, value, least in (
         ("seeds", seeds, 1), ("first-seed", first_seed, 0), ("updates", updates, 1), ("batch", batch, 1),
-        ("episodes", episodes, 1), ("few", few, 1), ("jobs", jobs, 1), *(("corridors", each, SHORTEST) for each in corridors),
+        ("episodes", episodes, 1), ("few", few, 1), *(("corridors", each, SHORTEST) for each in corridors),
     ):  # fmt: skip
         if value is not None and value < least:
             raise UsageError(f"--{option}: {value}, expected {least} or more")
@@ -169,7 +172,7 @@ def probe(
         print(json.dumps(trained))  # noqa: T201
     else:
         found = [score for each in trained for score in scores.of(each)]
-        console.print(Markdown(markdown({"probe": scores.table(found, seeds=True)})))
+        show(scores.tables(found, seeds=True), console)
     console.print(f"Wrote {out / scores.RAW} and {out / 'curves.png'}")
     return 0
 
@@ -193,6 +196,11 @@ def check(memory: Sequence[str], question: str, cues: int, delay: int, rate: flo
         return Task(question, cues, delay)
     except UsageError as error:
         raise UsageError(f"--{error}") from None
+
+
+def show(tables: dict[str, Table], console: Console) -> None:
+    """As Markdown: wide tables stay whole."""
+    console.print(markdown(tables), markup=False, highlight=False, soft_wrap=True)
 
 
 # -- the battery -----------------------------------------------------------------------------------------------------------
@@ -247,9 +255,9 @@ def finish(out: Path, to: Path, command: str, console: Console, *, json_: bool) 
     decides = "what each memory learns, how fast, and what of it lasts and is blind to the sampling rate"
     scores.write(to, found, decides=decides, command=[command], versions=versions())
     scores.draw(found, to.with_suffix(".svg"))
-    made = {"battery": scores.table(found, seeds=False)}
+    made = scores.tables(found, seeds=False)
     if json_:
         print(json.dumps(to_json(made)))  # noqa: T201
     else:
-        console.print(Markdown(markdown(made)))
+        show(made, console)
     console.print(f"Wrote {to} and {to.with_suffix('.svg')}", highlight=False, soft_wrap=True)

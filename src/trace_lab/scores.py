@@ -1,5 +1,5 @@
-"""Scores of the battery: one training under one condition a row. Checked where they are read, kept by `results`, laid out as a
-table and drawn as figures here. Imports no torch.
+"""Scores of the battery: one training under one condition a row. Kept by `results`, laid out as tables and drawn as figures
+here. Imports no torch.
 """
 
 import json
@@ -153,6 +153,12 @@ def groups(scores: Sequence[Score], *, seeds: bool) -> Iterator[tuple[Score, dic
 def conditions(scores: Sequence[Score]) -> list[str]:
     """All that were met, in the order of the battery."""
     return list(dict.fromkeys(each.condition for each in scores))
+
+
+def tables(scores: Sequence[Score], *, seeds: bool) -> dict[str, Table]:
+    """One table; the T-Maze, which is tried on other things, has one of its own."""
+    parts = {"battery": [x for x in scores if not x.task.maze], "tmaze": [x for x in scores if x.task.maze]}
+    return {name: table(some, seeds=seeds) for name, some in parts.items() if some}
 
 
 def table(scores: Sequence[Score], *, seeds: bool) -> Table:
