@@ -47,6 +47,7 @@ SHORTER = {  # program and first word -> sizes
     ("tracemem", "train"): "--steps 1 --set episodes=2 targets=2",
     ("tracemem", "eval"): "--episodes 1 --limit 3",
     ("tracemem", "probe-task"): "--episodes 10 --size 24",
+    ("tracemem", "probe"): "--updates 25 --batch 4 --episodes 16 --few 2",
     ("tracemem", "gallery"): "--size 40",
     # networks: the preset's are smaller; Diffusion Policy's hundred denoising steps take a minute a call on a CPU
     ("tracemem", "profile"): "--policies act --preset tiny --sizes 32 --steps 100 --seconds 0.1",

@@ -37,7 +37,7 @@ COMMANDS: dict[str, Command] = {
         "trace_lab.demo:demo", "see a policy with memory choose right where one without guesses (`make demo`)"
     ),
     "compare": Command("trace_lab.compare:compare", "tasks x methods x seeds: collect, train, evaluate, make tables"),
-    "probe": Command("trace_lab.probe:probe", "train memories on a one-minute delayed-evidence task"),
+    "probe": Command("trace_lab.probe:probe", "train memories on small tasks of delayed evidence"),
     "probe-task": Command(
         "trace_lab.probe_task:probe_task", "check that a task of the suite hides its cue at every branch"
     ),

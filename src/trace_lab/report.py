@@ -13,7 +13,7 @@ import tyro
 from rich.console import Console
 
 from trace_errors import RunError, UsageError
-from trace_lab.results import label, manifest, manifest_of, read, whole, write
+from trace_lab.results import label, manifest, manifest_of, read, sets_in, whole, write
 from trace_lab.tables import Table, draw, markdown
 from trace_lab.tables import report as tables_of
 
@@ -139,7 +139,7 @@ def report(
     texts = {page: page.read_text() for page in chosen}
     known: dict[str, dict[str, Table]] = {}
     made = {page: filled(text, str(page), results, known) for page, text in texts.items()}
-    files = sorted(results.glob("*.parquet"))
+    files = sets_in(results)
     readings = {file: read(file) for file in files}
     stale = [page for page in made if made[page] != texts[page]]
     if check:

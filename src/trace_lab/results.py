@@ -293,18 +293,7 @@ def _to_row(each: Rollout) -> dict[str, Any]:
 
 def _read_set(file: Path) -> Iterable[tuple[str, dict[str, Any], Rollout]]:
     """As `_read_lines`, of a parquet file."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    manifest(file)
-    schema = _schema()
-    try:
-        rows = pq.read_table(file)
-        if absent := [name for name in schema.names if name not in rows.column_names]:
-            raise wrong(str(file), f"no column {', '.join(absent)}", f"the columns {', '.join(schema.names)}")
-        found = rows.to_pylist()
-    except (pa.ArrowException, OSError) as error:
-        raise wrong(str(file), f"what cannot be read ({error})", "a parquet file") from error
+    found = kept(file, _schema())
     for number, row in enumerate(found):
         where = f"{file}: row {number}"
         line = row | {"training_seed": row["seed"], "seed": row["episode"]}
@@ -339,19 +328,11 @@ def write(file: Path, rollouts: Sequence[Rollout], **facts: Any) -> None:
     Raises:
         RunError: there are no rollouts.
     """
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
     if not rollouts:
         raise RunError(f"{file}: got no rollouts, expected at least one")
     ordered = sorted(rollouts, key=order)
-    file.parent.mkdir(parents=True, exist_ok=True)
-    fresh = file.with_name(f"{file.name}.tmp")
-    table = pa.Table.from_pylist([_to_row(each) for each in ordered], schema=_schema())
-    pq.write_table(table, fresh, compression="zstd", compression_level=19)
     met = [method for method in methods() if any(each.method == method for each in ordered)]
     note = {
-        "made": datetime.now(UTC).isoformat(timespec="seconds"),
         **facts,
         "rollouts": len(ordered),
         "tasks": [task for task in TASKS if any(each.record.task == task for each in ordered)],
@@ -359,15 +340,52 @@ def write(file: Path, rollouts: Sequence[Rollout], **facts: Any) -> None:
         "seeds": sorted({each.training_seed for each in ordered}),
         "episodes": sorted({each.record.seed for each in ordered}),
         "commits": sorted({each.commit for each in ordered if each.commit}),
-        "sha256": hashlib.sha256(fresh.read_bytes()).hexdigest(),
     }
     for name in ("episodes", "seeds"):
-        note[name] = _spans(note[name])
+        note[name] = spans(note[name])
+    keep(file, [_to_row(each) for each in ordered], _schema(), note)
+
+
+def keep(file: Path, rows: Sequence[Mapping[str, Any]], schema: Any, facts: Mapping[str, Any]) -> None:
+    """Writes rows of any kind as a parquet file, and its manifest: when it was made, what is known of it, its hash."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    file.parent.mkdir(parents=True, exist_ok=True)
+    fresh = file.with_name(f"{file.name}.tmp")
+    table = pa.Table.from_pylist([*rows], schema=schema)
+    pq.write_table(table, fresh, compression="zstd", compression_level=19)
+    made = datetime.now(UTC).isoformat(timespec="seconds")
+    note = {"made": made, **facts, "sha256": hashlib.sha256(fresh.read_bytes()).hexdigest()}
     fresh.replace(file)
     manifest_of(file).write_text(json.dumps(note, indent=1, ensure_ascii=False) + "\n")
 
 
-def _spans(numbers: Sequence[int]) -> str:
+def kept(file: Path, schema: Any) -> list[dict[str, Any]]:
+    """The rows that `keep` wrote.
+
+    Raises:
+        RunError: the file is not the one its manifest tells of, or has not these columns.
+    """
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    manifest(file)
+    try:
+        rows = pq.read_table(file)
+        if absent := [name for name in schema.names if name not in rows.column_names]:
+            raise wrong(str(file), f"no column {', '.join(absent)}", f"the columns {', '.join(schema.names)}")
+        return list(rows.to_pylist())
+    except (pa.ArrowException, OSError) as error:
+        raise wrong(str(file), f"what cannot be read ({error})", "a parquet file") from error
+
+
+def sets_in(folder: Path) -> list[Path]:
+    """The published sets of rollouts in a folder; sets of other things have other manifests."""
+    return [file for file in sorted(folder.glob("*.parquet")) if "rollouts" in manifest(file)]
+
+
+def spans(numbers: Sequence[int]) -> str:
     """Numbers that follow each other as first-last: 0-24, 200-224."""
     parts: list[list[int]] = []
     for number in numbers:

@@ -296,7 +296,7 @@ def test_this_projects_sets_are_whole_and_small():
     files = [path for path in (ROOT / "results").rglob("*") if path.is_file()]
     assert len(files) <= 15
     assert sum(path.stat().st_size for path in files) < 2e6
-    counts = {path.stem: len(results.read(path).rollouts) for path in (ROOT / "results").glob("*.parquet")}
+    counts = {path.stem: len(results.read(path).rollouts) for path in results.sets_in(ROOT / "results")}
     assert counts["suite"] == 3300
     assert counts["signal"] == 160
     for name, count in counts.items():
