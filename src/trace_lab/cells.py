@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 
 from trace_errors import UsageError
@@ -92,6 +93,12 @@ def _cell(words: Sequence[str], where: str) -> tuple[str, Cell]:
     if min(seeds, rate, updates, episodes, few) <= 0:
         raise UsageError(f"{where}: got {' '.join(words)}, expected positive numbers")
     return name, Cell(memory, Task(question, cues), seeds, rate, updates, episodes, few, minutes)
+
+
+def jobs(cells: Sequence[Cell], out: Path) -> list[Job]:
+    """Of some cells, each once: the first seed of every cell, then the second, so that what is stopped early tells most."""
+    seeds = zip_longest(*(cell.jobs(out) for cell in cells))
+    return [*{job.name: job for turn in seeds for job in turn if job is not None}.values()]
 
 
 def chosen(names: Sequence[str], file: Path = FILE) -> list[Cell]:

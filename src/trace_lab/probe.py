@@ -221,14 +221,13 @@ def run_battery(
     plan_only: bool,
     json_: bool,
 ) -> int:
-    """Does what is not done of some lists, and lays out all that is done in the folder."""
+    """Does what is not done of some lists, and lays out all that is done in the folder, also when it is stopped."""
     from trace_lab.compare import listing, say, work
     from trace_lab.queue import Local, Queue
 
     if count is not None and count < 1:
         raise UsageError(f"--jobs: {count}, expected 1 or more")
-    queue, todo = Queue(out), {job.name: job for cell in cells.chosen(names) for job in cell.jobs(out)}
-    asked = [*todo.values()]
+    queue, asked = Queue(out), cells.jobs(cells.chosen(names), out)
     say(console, listing(asked, queue.lines(), threads=1))
     if plan_only:
         return 0
@@ -236,12 +235,13 @@ def run_battery(
     try:
         left = work(queue, asked, Local(count or len(os.sched_getaffinity(0)), threads=1), console)
     except KeyboardInterrupt:
-        raise KeyboardInterrupt(f"stopped. The same command goes on; finished work is in {out}") from None
+        left = None
     finally:
         signal.signal(signal.SIGTERM, before)
-    finish(
-        out, to or out / "battery.parquet", f"tracemem probe --battery --cells {' '.join(names)}", console, json_=json_
-    )
+    command = f"tracemem probe --battery --cells {' '.join(names)}"
+    finish(out, to or out / "battery.parquet", command, console, json_=json_)
+    if left is None:
+        raise KeyboardInterrupt(f"stopped. The same command goes on; finished work is in {out}")
     if left:
         why = "; ".join(f"{name}: {reason}" for name, reason in list(left.items())[:3])
         raise RunError(
