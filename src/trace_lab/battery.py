@@ -91,7 +91,7 @@ class Model(nn.Module):
         nothing = torch.zeros(1, self.memory.content), torch.zeros(1, CHANNELS)
         with torch.no_grad():
             _, readout = self.memory.step(self.memory.init(1), *nothing)
-        self.answer = MLP(self._said(readout).shape[-1] + EMBEDDING, WIDTH, classes)
+        self.answer = MLP(self._parts(readout).shape[-1] + EMBEDDING, WIDTH, classes)
 
     def contents(self, images: Tensor, path: Tensor) -> Tensor:
         """(B, T, 3, s, s), (B, T, d_s) -> (B, T, c): e of every frame, and for a memory with looks the map of its picture:
@@ -112,15 +112,15 @@ class Model(nn.Module):
         return torch.full_like(contents[:, :1, 0], contents.shape[1] - 1, dtype=torch.int64)
 
     @staticmethod
-    def _said(readout: Readout) -> Tensor:
-        """All that a readout (B) says of what was written."""
+    def _parts(readout: Readout) -> Tensor:
+        """All that a readout (B) has of what was written."""
         fields = readout._asdict()
-        said = [fields[name] for name in ("z", "g", "dg", "counts", "points") if fields.get(name) is not None]
-        return torch.cat([x.flatten(1) for x in said], -1)
+        parts = [fields[name] for name in ("z", "g", "dg", "counts", "points") if fields.get(name) is not None]
+        return torch.cat([x.flatten(1) for x in parts], -1)
 
     def classify(self, readout: Readout, content: Tensor) -> Tensor:
         """Logits from the readout and from what is seen now."""
-        return self.answer(torch.cat([self._said(readout), content[:, :EMBEDDING]], -1))
+        return self.answer(torch.cat([self._parts(readout), content[:, :EMBEDDING]], -1))
 
     def loss(self, batch: Plan) -> Tensor:
         """Cross entropy of the answer at the last moment, and the memory's own losses."""

@@ -45,20 +45,12 @@ class Cell:
         for seed in range(self.seeds):
             name = f"{self.memory} {self.task.question} {self.task.cues} {self.rate:g} seed {seed}"
             folder = out / "runs" / name.replace(" ", "-")
-            command = (
-                *("probe", "--memory", self.memory, "--question", self.task.question, "--cues", str(self.task.cues)),
-                *(
-                    "--seeds",
-                    "1",
-                    "--first-seed",
-                    str(seed),
-                    "--rate",
-                    f"{self.rate:g}",
-                    "--updates",
-                    str(self.updates),
-                ),
-                *("--episodes", str(self.episodes), "--few", str(self.few), "--out", str(folder)),
-            )
+            options = {
+                "memory": self.memory, "question": self.task.question, "cues": self.task.cues, "seeds": 1,
+                "first-seed": seed, "rate": f"{self.rate:g}", "updates": self.updates, "episodes": self.episodes,
+                "few": self.few, "out": folder,
+            }  # fmt: skip
+            command = ("probe", *(word for key, value in options.items() for word in (f"--{key}", str(value))))
             yield Job(name, command, leaves=str(folder / RAW), hours=self.minutes / 60 / self.seeds)
 
 

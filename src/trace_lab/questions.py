@@ -20,10 +20,7 @@ QUESTIONS = {
 CUES = (1, 3, 5, 8)
 KINDS = 4  # of glyphs, by colour; of options; of the quarters in which they lie
 TRAVEL, DWELL, ASK = 4, 4, 3  # steps of the shortest way between stations, at a station, and of the question
-LEAD, LATE = (
-    16,
-    2,
-)  # most steps of wandering before the tour, most steps by which a way is longer: drawn, against the watch
+LEAD, LATE = 16, 2  # most steps of wandering before the tour, and by which a way is longer: drawn, against the watch
 DELAY = 64  # steps of wandering, before and after the tour
 LEAST = 8  # of them after the tour
 STRIDES = (0.25, 0.5, 0.7, 1.0, 1.4, 2.0, 4.0)  # frames a step: one of these is drawn for a training batch

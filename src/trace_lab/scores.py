@@ -104,13 +104,13 @@ def _schema() -> Any:
     return pa.schema({each.name: types[each.type] for each in fields(Score)})  # type: ignore[index]
 
 
-def write(file: Path, scores: Sequence[Score], **told: Any) -> None:
+def write(file: Path, scores: Sequence[Score], **facts: Any) -> None:
     """Keeps scores as a set, a parquet file and its manifest.
 
     Args:
         file: ends in .parquet. What is there is replaced.
         scores: in any order.
-        told: for the manifest; memories, questions, seeds, commits and the number of scores are read off the scores.
+        facts: for the manifest; memories, questions, seeds, commits and the number of scores are read off the scores.
 
     Raises:
         RunError: there are none.
@@ -118,7 +118,7 @@ def write(file: Path, scores: Sequence[Score], **told: Any) -> None:
     if not scores:
         raise RunError(f"{file}: got no scores, expected at least one")
     note = {
-        **told,
+        **facts,
         "scores": len(scores),
         "memories": [name for name in METHODS if any(each.memory == name for each in scores)],
         "questions": [name for name in QUESTIONS if any(each.question == name for each in scores)],
@@ -196,8 +196,8 @@ def _notes(scores: Sequence[Score], *, seeds: bool) -> Iterator[str]:
         else "The worst seed and, in brackets, how many seeds pass: those whose 95 % interval (Wilson's) reaches the bar."
     ) + " The bar is 95 %, 90 % at 64 times the delay and 4 times coarser, 100 % in the T-Maze."
     tasks = dict.fromkeys(each.task for each in scores)
-    told = [f"{t.question} {t.cues}: {100 * t.chance:.0f}" for t in tasks]
-    yield f"Right by chance, %: {', '.join(told)}."
+    guessed = [f"{t.question} {t.cues}: {100 * t.chance:.0f}" for t in tasks]
+    yield f"Right by chance, %: {', '.join(guessed)}."
     watch = [f"{t.question} {t.cues}: {100 * t.watch:.0f}" for t in tasks if t.watch and t.question == "order"]
     if watch:
         yield f"Right by the watch alone, %: {', '.join(watch)}."
