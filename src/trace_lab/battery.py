@@ -163,7 +163,7 @@ def start(training: Training) -> Model:
         model.memory.normaliser.fit(list(path), model.memory.signature)
     if isinstance(model.memory, EventMemory):
         with torch.no_grad():
-            model.memory.fit(model.contents(images.to(training.device), path.to(training.device)))
+            model.memory.fit(model.contents(images.to(training.device), path.to(training.device)), list(path))
     return model
 
 

@@ -81,7 +81,7 @@ class Plan:
 
 def groups() -> dict[str, list[str]]:
     """Names for several methods at once."""
-    kinds = {kind: [name for name, each in METHODS.items() if each.kind == kind] for kind in ("baseline", "ablation")}
+    kinds = {kind: [name for name in of_policies() if METHODS[name].kind == kind] for kind in ("baseline", "ablation")}
     return {
         "main": ["act", "diffusion", "act+trace", "diffusion+trace"],
         "baselines": [f"act+{name}" for name in kinds["baseline"]],

@@ -8,7 +8,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from trace_memory import addresses
 from trace_memory.config import MemoryConfig
+from trace_memory.events import EventMemory
 from trace_memory.keys import MLP, Keys, NormalisedKeys
 from trace_memory.memory import Memory, MemoryState, PathFeatures, Readout
 from trace_memory.normalise import Normaliser
@@ -101,3 +103,43 @@ def no_auxiliary(config: MemoryConfig) -> PaperTraceMemory:
     """The paper's form, trained without its three losses."""
     paper = replace(config.paper, balance=0.0, entropy=0.0, consistency=0.0)
     return PaperTraceMemory.from_config(replace(config, paper=paper))
+
+
+def by_seen(config: MemoryConfig) -> EventMemory:
+    """The memory of events, found by what was seen alone."""
+    return EventMemory.from_config(config, addresses.SEEN)
+
+
+def by_state(config: MemoryConfig) -> EventMemory:
+    """By what was seen and the robot's state."""
+    return EventMemory.from_config(config, addresses.STATE)
+
+
+def by_steps(config: MemoryConfig) -> EventMemory:
+    """By what was seen and how many steps it had been."""
+    return EventMemory.from_config(config, addresses.STEPS)
+
+
+def by_clock(config: MemoryConfig) -> EventMemory:
+    """By what was seen and the event clock."""
+    return EventMemory.from_config(config, addresses.CLOCK)
+
+
+def by_signature(config: MemoryConfig) -> EventMemory:
+    """By what was seen and the signature of the path."""
+    return EventMemory.from_config(config, addresses.SIGNATURE)
+
+
+def by_log_signature(config: MemoryConfig) -> EventMemory:
+    """By what was seen and the log-signature of the path."""
+    return EventMemory.from_config(config, addresses.LOG_SIGNATURE)
+
+
+def by_rotations(config: MemoryConfig) -> EventMemory:
+    """By what was seen and a linear differential equation that the path controls."""
+    return EventMemory.from_config(config, addresses.ROTATION)
+
+
+def by_clock_signature(config: MemoryConfig) -> EventMemory:
+    """By what was seen, the event clock and the signature of the path."""
+    return EventMemory.from_config(config, addresses.CLOCK_SIGNATURE)

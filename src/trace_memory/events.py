@@ -4,7 +4,8 @@ sampled. How it is scanned in parallel over time stands here too, beside the ste
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
 from trace_errors import UsageError
+from trace_memory.addresses import Address, Trail
 from trace_memory.config import MemoryConfig
 from trace_memory.keys import MLP
 from trace_memory.memory import AuxiliaryWeights, Memory, MemoryState, PathFeatures, Readout
@@ -33,6 +35,7 @@ class Split(NamedTuple):
 
     e: Float[Tensor, "*n E"]
     places: Float[Tensor, "*n V P f"]  # of V views; P = h w
+    address: Float[Tensor, "*n A"]  # what keys and queries are made of
 
 
 class Event(NamedTuple):
@@ -115,6 +118,8 @@ class EventMemory(Memory):
         width: d, of keys, values and the readout.
         map: views, features, height and width of the map; None for no map.
         plain: how many of its features are plain.
+        address: by what events are found.
+        trail: the address's, if it has one.
 
     Example:
         >>> import torch
@@ -136,6 +141,8 @@ class EventMemory(Memory):
         hidden: int,
         map: tuple[int, int, int, int] | None = None,
         plain: int = 0,
+        address: Address = Address(),  # noqa: B008
+        trail: Trail | None = None,
     ):
         super().__init__(content=content, channels=channels, width=width)
         self.map, self.plain = map, plain
@@ -148,8 +155,10 @@ class EventMemory(Memory):
             )
         self.looks = width // 2 if map else 0
         self.gate = MLP(self.embedded, hidden, 1)
-        self.key, self.query = MLP(self.embedded, hidden, width), MLP(self.embedded, hidden, width)
-        self.order = MLP(self.embedded, hidden, HEADS * BUMPS)
+        self.columns, self.trail = address.columns(self.embedded), trail
+        keyed = self.columns + (trail.width if trail else 0)
+        self.key, self.query = MLP(keyed, hidden, width), MLP(keyed, hidden, width)
+        self.order = MLP(self.embedded, hidden, HEADS * BUMPS) if address.clock else None
         self.value = nn.Linear(self.embedded, width)
         self.look = nn.Linear(features, self.looks) if map else None
         self.salience = nn.Parameter(torch.zeros(features))
@@ -166,11 +175,11 @@ class EventMemory(Memory):
         self.register_buffer("grid", torch.cartesian_prod(rows, columns).view(-1, 2), persistent=False)
 
     @classmethod
-    def from_config(cls, config: MemoryConfig) -> "EventMemory":
+    def from_config(cls, config: MemoryConfig, address: Address = Address()) -> "EventMemory":  # noqa: B008
         """In the sizes of a configuration."""
-        c = config
+        c, trail = config, address.make_trail(config)
         sizes = {"content": c.inputs, "channels": c.channels, "width": c.width, "hidden": c.hidden}
-        return cls(**sizes, map=c.map, plain=c.plain)
+        return cls(**sizes, map=c.map, plain=c.plain, address=address, trail=trail)
 
     @property
     def auxiliary(self) -> AuxiliaryWeights:
@@ -179,26 +188,43 @@ class EventMemory(Memory):
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """The gate's level, the event clock, and the events."""
+        """The gate's level, the event clock, the events, and what the trail keeps."""
         sizes = ((), (), (), (self.width,), (self.width,), (self.looks,))
-        return {"level": (), "clock": ()} | {n: (SLOTS, *s) for n, s in zip(Event._fields, sizes, strict=True)}
+        events = {n: (SLOTS, *s) for n, s in zip(Event._fields, sizes, strict=True)}
+        return {"level": (), "clock": ()} | events | (self.trail.shapes if self.trail else {})
 
-    def fit(self, contents: Iterable[Float[Tensor, "_ c"]]) -> "EventMemory":
-        """Learns what is common from contents of the training data; call it once, before training.
+    def fit(
+        self, contents: Iterable[Float[Tensor, "_ c"]], paths: Sequence[Float[Tensor, "_ d_s"]] = ()
+    ) -> "EventMemory":
+        """Learns what is common from the training data; call it once, before training.
 
         Args:
             contents: some hundreds of frames or more, in pieces.
+            paths: of raw robot states, an episode each, for an address that looks at them.
 
         Returns:
             Itself.
         """
         self.standout.fit(torch.cat([self._plain(self._split(x)) for x in contents]).to(self.standout.mean))
+        if self.trail is not None:
+            self.trail.fit(list(paths))
         return self
 
-    def _split(self, contents: Tensor) -> Split:
+    def _path(self, state: MemoryState, path: Tensor, valid: Tensor) -> PathFeatures | None:
+        return None if self.trail is None else self.trail.features(state, path, valid)
+
+    def _path_at(self, path: Tensor, at: Tensor) -> PathFeatures | None:
+        every = torch.ones_like(path[..., 0], dtype=torch.bool)
+        found = self._path(self.init(len(path)), path, every)
+        rows = torch.arange(len(at), device=at.device)[:, None]
+        return None if found is None else found.map(lambda x: x[rows, at])
+
+    def _split(self, contents: Tensor, path: PathFeatures | None = None) -> Split:
         e, places = contents[..., : self.embedded], contents[..., self.embedded :]
         views, features, high, wide = self.map or (0, 0, 0, 0)
-        return Split(e, places.unflatten(-1, (views, features, high * wide)).transpose(-1, -2))
+        address = e[..., : self.columns]
+        address = address if path is None else torch.cat([address, path.xi], dim=-1)
+        return Split(e, places.unflatten(-1, (views, features, high * wide)).transpose(-1, -2), address)
 
     def _plain(self, seen: Split) -> Tensor:
         return seen.places[..., -self.plain :].flatten(-3) if self.map else seen.e.detach()
@@ -225,7 +251,7 @@ class EventMemory(Memory):
         written = writes.strength, writes.rate, writes.when
         strength, rate, when = written if index is None else (_take(x, index) for x in written)
         seen = seen if index is None else Split(*(_take(x, index) for x in seen))
-        return Event(strength, rate, when, self.key(seen.e), self.value(seen.e), self._look(seen.places))
+        return Event(strength, rate, when, self.key(seen.address), self.value(seen.e), self._look(seen.places))
 
     def _look(self, places: Tensor) -> Tensor:
         """What a frame looks like, where it differs most from the rest of it: (*n, V, P, f) to (*n, D)."""
@@ -237,12 +263,14 @@ class EventMemory(Memory):
         return (self.look(places.flatten(-3, -2)) * weight[..., None]).sum(-2)
 
     def _step(self, state: MemoryState, content: Tensor, robot_state: Tensor) -> tuple[dict[str, Tensor], Readout]:
-        seen = self._split(content[:, None])
-        writes = self._gate(state, seen, torch.ones_like(content[:, :1], dtype=torch.bool))
+        valid = torch.ones_like(content[:, :1], dtype=torch.bool)
+        path = self._path(state, robot_state[:, None], valid)
+        seen = self._split(content[:, None], path)
+        writes = self._gate(state, seen, valid)
         store = self._kept(state).join(self._events(writes, seen))
         store = store.pick(strongest(store.strength, SLOTS))
         readouts = self._read(store, (store.strength > 0)[:, None], seen, writes)
-        return self._tensors(writes, store), readouts.at(0)
+        return self._tensors(writes, store) | ({} if path is None else path.tensors), readouts.at(0)
 
     def _run(
         self, state: MemoryState, contents: Tensor, path: PathFeatures | None, valid: Tensor
@@ -251,7 +279,8 @@ class EventMemory(Memory):
         for begin in range(0, contents.shape[1], CHUNK):
             part = slice(begin, begin + CHUNK)
             at = (steps[part] - begin).expand(len(contents), -1)
-            tensors, found = self._run_at(state, contents[:, part], path, valid[:, part], at)
+            way = None if path is None else path.map(partial(_steps, part=part))
+            tensors, found = self._run_at(state, contents[:, part], way, valid[:, part], at)
             state = MemoryState(state.steps + valid[:, part].sum(1), tensors)
             readouts.append(found)
         return state.tensors, readouts[0].join(readouts[1:], lambda x: torch.cat(x, dim=1))
@@ -259,7 +288,7 @@ class EventMemory(Memory):
     def _run_at(
         self, state: MemoryState, contents: Tensor, path: PathFeatures | None, valid: Tensor, at: Tensor
     ) -> tuple[dict[str, Tensor], Readout]:
-        seen, store = self._split(contents), self._kept(state)
+        seen, store = self._split(contents, path), self._kept(state)
         writes, rows = self._gate(state, seen, valid), torch.arange(len(at), device=at.device)[:, None]
         strength = torch.cat([store.strength, writes.strength], dim=1)  # (B, M): the store, then the steps
         time = torch.arange(-SLOTS, contents.shape[1], device=at.device)
@@ -290,12 +319,13 @@ class EventMemory(Memory):
     def _read(self, store: Event, kept: Tensor, seen: Split, writes: Writes) -> Readout:
         """Eqs. (event_logit) to (event_point): what R steps read of M events, of which `kept` (B, R, M) are there."""
         (batch, times), events = seen.e.shape[:2], store.key.shape[1]
-        query = self.query(seen.e).view(batch, times, HEADS, -1)
+        query = self.query(seen.address).view(batch, times, HEADS, -1)
         key, value = (x.view(batch, events, HEADS, -1) for x in (store.key, store.value))
-        bumps = (-2 * (store.when[..., None] - torch.arange(BUMPS, device=kept.device) - 0.5).square()).exp()
-        order = self.order(seen.e).view(batch, times, HEADS, BUMPS)
         logit = torch.einsum("brhd,bmhd->brhm", query, key) * query.shape[-1] ** -0.5
-        logit = logit + torch.einsum("brhj,bmj->brhm", order, bumps)
+        if self.order is not None:
+            bumps = (-2 * (store.when[..., None] - torch.arange(BUMPS, device=kept.device) - 0.5).square()).exp()
+            order = self.order(seen.e).view(batch, times, HEADS, BUMPS)
+            logit = logit + torch.einsum("brhj,bmj->brhm", order, bumps)
         rate = (store.rate.clamp(max=1)[:, None] * kept)[:, :, None].expand_as(logit)
         none = self.none[:, None].expand(*logit.shape[:-1], 1)
         top = torch.where(rate > 0, logit, -torch.inf).amax(-1, keepdim=True).maximum(none).detach()
@@ -355,6 +385,10 @@ def _clip(x: Tensor, low: Tensor, high: Tensor) -> Tensor:
     """
     x = torch.where((x < low) | (low == high), low, x)
     return torch.where(x > high, high, x)
+
+
+def _steps(x: Tensor, part: slice) -> Tensor:
+    return x[:, part]
 
 
 def strongest(strength: Float[Tensor, "*n M"], count: int) -> Int[Tensor, "*n m"]:

@@ -137,6 +137,10 @@ class PathFeatures(NamedTuple):
     point: Float[Tensor, "*n d_s"]  # and where it ends
     tensors: dict[str, Tensor]
 
+    def map(self, of: Callable[[Tensor], Tensor]) -> "PathFeatures":
+        """Something done to each tensor, some steps taken for instance; without a state."""
+        return PathFeatures(of(self.xi), of(self.delta), of(self.moved), of(self.point), {})
+
 
 class Memory(nn.Module, ABC):
     """One interface for every memory: `init`, `step`, `scan`, `scan_at`, `reset`. A memory of one's own is a subclass with

@@ -139,3 +139,16 @@ for _method in (
     ),
 ):
     register(_method)
+
+for _name, _label, _colour in (  # the memory of events, found by other things
+    ("seen", "what was seen", "#9ecae1"),
+    ("state", "the state", "#6baed6"),
+    ("steps", "count of steps", "#fdae6b"),
+    ("clock", "event clock", "#e6550d"),
+    ("signature", "signature", "#74c476"),
+    ("log-signature", "log-signature", "#a1d99b"),
+    ("rotations", "controlled equation", "#9e9ac8"),
+    ("clock-signature", "clock and signature", "#756bb1"),
+):
+    _target = f"trace_memory.ablations:by_{_name.replace('-', '_')}"
+    register(Method(f"events-{_name}", _target, f"events by {_label}", _colour, "ablation", looks=True))

@@ -18,6 +18,7 @@ SMALL = MemoryConfig(channels=D, content=C, width=16, hidden=16)
 PAPER = replace(SMALL, name="paper")
 VARIANTS = {name: replace(SMALL, name=name) for name in METHODS} | {
     "velocities": replace(SMALL, velocity_channels=(0,)),
+    "events-clock-signature, map": replace(SMALL, name="events-clock-signature", content=4, map=(1, 3, 1, 2), plain=2),
     "events, map": replace(SMALL, name="events", content=4, map=(1, 3, 1, 2), plain=2),
     "paper, anchor": replace(PAPER, paper=PaperOptions(depth=2, anchor=True)),
     "paper, log-signature": replace(PAPER, paper=PaperOptions(slots=3, log_signature=True, tau=0.6, identity=0.3)),
