@@ -59,7 +59,9 @@ def test_all_that_a_readout_says_is_classified():
     z, g, dg = (torch.randn(2, 5) for _ in range(3))
     counts, points = torch.randn(2, 4), torch.randn(2, 4, 1, 2)
     assert torch.equal(Model._parts(Says(z, g, dg)), torch.cat([z, g, dg], 1))
-    assert torch.equal(Model._parts(Says(z, g, dg, counts, points)), torch.cat([z, g, dg, counts, points.flatten(1)], 1))
+    assert torch.equal(
+        Model._parts(Says(z, g, dg, counts, points)), torch.cat([z, g, dg, counts, points.flatten(1)], 1)
+    )
 
 
 def test_the_map_of_a_picture_ends_with_its_plain_colours():
