@@ -222,7 +222,7 @@ def run_battery(
     json_: bool,
 ) -> int:
     """Does what is not done of some lists, and lays out all that is done in the folder, also when it is stopped."""
-    from trace_lab.compare import listing, say, work
+    from trace_lab.jobs import listing, say, work
     from trace_lab.queue import Local, Queue
 
     if count is not None and count < 1:

@@ -15,7 +15,7 @@ from trace_bench.referee import Decision, Outcome, Record
 from trace_bench.tasks import TASKS
 from trace_errors import RunError
 from trace_lab.recipe import POLICIES
-from trace_memory.registry import METHODS
+from trace_memory.registry import METHODS, of_policies
 
 SETTINGS, RESULTS = "evaluation.json", "evaluation.jsonl"  # what tracemem eval writes into its folder
 SETS = Path("results")  # where published sets are, seen from the project's folder
@@ -75,7 +75,9 @@ def label(method: Method) -> str:
 def methods() -> list[Method]:
     """All methods in the order of the rows: without a memory and with TRACE first, then the others policy by policy."""
     first = [(policy, memory) for memory in ("none", "trace") for policy in POLICIES]
-    return first + [(policy, memory) for policy in POLICIES for memory in METHODS if (policy, memory) not in first]
+    return first + [
+        (policy, memory) for policy in POLICIES for memory in of_policies() if (policy, memory) not in first
+    ]
 
 
 # -- one row ---------------------------------------------------------------------------------------------------------------

@@ -18,7 +18,8 @@ from trace_lab import compare as module
 from trace_lab import queue as queue_module
 from trace_lab import results
 from trace_lab.cli import main
-from trace_lab.compare import Plan, groups, hours, jobs_of, listing, method, methods_of, work
+from trace_lab.compare import Plan, groups, jobs_of, method, methods_of
+from trace_lab.jobs import hours, listing, work
 from trace_lab.queue import TRACEMEM, Line, Queue
 from trace_memory.registry import of_policies
 

@@ -16,7 +16,7 @@ from trace_lab import results, stats, tables
 from trace_lab.results import Reading, Rollout
 from trace_lab.stats import Estimate
 from trace_lab.tables import DASH
-from trace_memory.registry import METHODS
+from trace_memory.registry import METHODS, of_policies
 
 ACT, DIFFUSION = ("act", "none"), ("diffusion", "none")
 TRACE, TRACE_DIFFUSION, RETRIEVAL = ("act", "trace"), ("diffusion", "trace"), ("act", "retrieval")
@@ -465,8 +465,8 @@ def test_one_task_alone():
 
 def test_every_memory_has_a_name_and_rows_keep_their_order():
     every = results.methods()
-    assert set(every) == {(policy, memory) for policy in ("act", "diffusion") for memory in METHODS}
-    assert len({results.label(method) for method in every}) == len(every) == 2 * len(METHODS)
+    assert set(every) == {(policy, memory) for policy in ("act", "diffusion") for memory in of_policies()}
+    assert len({results.label(method) for method in every}) == len(every) == 2 * len(of_policies())
     rollouts = [each for method in reversed(every) for each in played(method, "Cable", [1, 1])]
     names = [*table_of(rollouts, "main")]
     assert names == [results.label(method) for method in every]
@@ -479,7 +479,7 @@ def test_every_memory_has_a_name_and_rows_keep_their_order():
         "ACT + GRU",
         "ACT + transformer context",
     ]
-    assert names[14:16] == ["ACT + no auxiliary losses", "Diffusion + TRACE, paper's form"]
+    assert names[17:19] == ["ACT + no auxiliary losses", "Diffusion + TRACE, paper's form"]
 
 
 def test_an_average_of_shares_has_an_interval_also_where_all_are_whole():
