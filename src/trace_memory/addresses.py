@@ -46,7 +46,7 @@ class Trail(nn.Module, ABC):
         del paths
 
     def features(self, state: MemoryState, path: Tensor, valid: Tensor) -> PathFeatures:
-        """The same as what a memory is told of a path."""
+        """The same as features of a path, for `Memory._path`."""
         found, tensors = self(state, path, valid)
         nothing = path[..., :0]
         return PathFeatures(found, nothing, nothing, nothing, tensors)

@@ -49,7 +49,7 @@ class _LookingBack(Memory):
 
 
 class Past(NamedTuple):
-    """Entries a step may look at: what was kept before the scan, then the scan's own. `age` counts valid steps; it is told
+    """Entries a step may look at: what was kept before the scan, then the scan's own. `age` counts valid steps; it is given
     once for all rows (1 for B) where it is the same.
     """
 
@@ -199,7 +199,7 @@ class WindowAttention(_LookingBack):
 
 
 class _CrossBlock(nn.Module):
-    """A layer in which steps ask entries, each of which is told with its age; then an MLP.
+    """A layer in which steps ask entries, each of which is given with its age; then an MLP.
 
     An entry's age hangs on who asks. Keys and values are linear, so those of contents and of ages are computed apart, and
     the parts of an age moved to where entries of that age stand.

@@ -129,7 +129,7 @@ class Readout(NamedTuple):
 
 
 class PathFeatures(NamedTuple):
-    """What a memory that looks at the path is told of each step, and the path's own state after the last."""
+    """What a memory that looks at the path gets of each step, and the path's own state after the last."""
 
     xi: Float[Tensor, "*n D"]  # raw signature
     delta: Float[Tensor, "*n D"]  # its increment
@@ -204,7 +204,7 @@ class Memory(nn.Module, ABC):
         return tensors, readouts.map(lambda x: x[rows, at])
 
     def _path(self, state: MemoryState, path: Tensor, valid: Tensor) -> PathFeatures | None:
-        """What `_run` is told of the path (B, T, d_s); None for memories that do not look at it."""
+        """What `_run` gets of the path (B, T, d_s); None for memories that do not look at it."""
         return None
 
     def _path_at(self, path: Tensor, at: Tensor) -> PathFeatures | None:
